@@ -1,0 +1,233 @@
+"""The check after each export: the checkpoint in torch against the exported graph in the runtime, on the same weights.
+
+A quantised graph is held against a torch model whose weights went through the same rounding, and is computed with float
+activations for this comparison, so that the tolerance stays tight enough to find a wrong nibble. How far the rounding
+itself moves the text, and the rounded activations after it, is measured beside it and recorded.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from runtime.backend import Model
+from runtime.contract import DecoderSpec
+from runtime.decoder import Decoder
+from runtime.ort_backend import OrtBackend
+
+from .errors import ExportError
+from .quantization import BITS, dequantize_blockwise, quantize_blockwise
+from .source import Source
+
+if TYPE_CHECKING:
+    import torch
+
+# Float32 sums in another order: SmolLM2-135M differs by 1e-4 at most, in logits that span some 40.
+TOLERANCE = 1e-2
+_PROMPT_TOKENS = 32
+_BLOCK_TOKENS = 5
+_REWIND = 7
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of logits of two models at the same places.
+
+    Attributes:
+        max_difference: The largest absolute difference of two logits.
+        same_top_token: The share of rows whose largest logit is at the same token.
+        divergence: Mean Kullback-Leibler divergence of the second's distribution from the first's, in nats.
+    """
+
+    max_difference: float
+    same_top_token: float
+    divergence: float
+
+    @classmethod
+    def of(cls, expected: NDArray[np.float32], found: NDArray[np.float32]) -> "Comparison":
+        """Compares float32 [rows, vocab_size] arrays."""
+        first, second = _log_softmax(expected), _log_softmax(found)
+        return cls(
+            float(np.abs(expected - found).max()),
+            float((expected.argmax(axis=1) == found.argmax(axis=1)).mean()),
+            float((np.exp(first) * (first - second)).sum(axis=1).mean()),
+        )
+
+    def rounded(self) -> dict[str, float]:
+        """Returns the figures for the manifest."""
+        return {name: float(f"{value:.3g}") for name, value in vars(self).items()}
+
+
+def check_parity(
+    source: Source, specs: Sequence[DecoderSpec], folder: Path, token_ids: list[int]
+) -> list[dict[str, dict[str, float]]]:
+    """Compares exported decoders with their checkpoint: prefill, one token, a block on a filled cache, after a rewind.
+
+    Args:
+        source: The checkpoint; it is loaded once for all of them.
+        specs: Decoders exported from it, in one precision or another.
+        folder: The bundle's folder, where their graphs lie.
+        token_ids: Tokens of an ordinary text, at least 45.
+
+    Returns:
+        For each decoder, figures by step for the manifest; for quantised weights also what the rounding did.
+
+    Raises:
+        ExportError: A step differs by more than TOLERANCE; the sentence names the step and the figures.
+    """
+    texts = _ProbeTexts.of(token_ids)
+    reference = load_reference(source)
+    original = reference_logits(reference, texts.straight)
+    figures = []
+    for spec in specs:
+        rounded = reference
+        if spec.precision in BITS:
+            # The last one may keep the rounding: a second copy of a large model is a lot of memory.
+            rounded = reference if spec is specs[-1] else copy.deepcopy(reference)
+            round_weights(rounded, BITS[spec.precision])
+        figures.append(_compare(source, spec, folder, texts, rounded, original))
+    return figures
+
+
+@dataclass(frozen=True)
+class _ProbeTexts:
+    """The tokens that are fed: a prompt, the text it begins, and one that turns elsewhere before its end."""
+
+    prompt: list[int]
+    straight: list[int]
+    turned: list[int]
+
+    @classmethod
+    def of(cls, token_ids: list[int]) -> "_ProbeTexts":
+        straight = token_ids[: _PROMPT_TOKENS + 1 + _BLOCK_TOKENS]
+        # After the rewind other tokens follow, so that stale cache entries would show.
+        return cls(token_ids[:_PROMPT_TOKENS], straight, [*straight[:-_REWIND], *reversed(token_ids[-_REWIND:])])
+
+
+def _compare(
+    source: Source,
+    spec: DecoderSpec,
+    folder: Path,
+    texts: _ProbeTexts,
+    reference: "torch.nn.Module",
+    original: NDArray[np.float32],
+) -> dict[str, dict[str, float]]:
+    expected = {text: reference_logits(reference, getattr(texts, text)) for text in ("straight", "turned")}
+    figures: dict[str, dict[str, float]] = {}
+    with exact_activations(spec, folder) as exact_spec:
+        model = OrtBackend().load(exact_spec, folder)
+        for step, rows, found in _steps(model, texts):
+            comparison = Comparison.of(expected["turned" if step == "rewind" else "straight"][rows], found)
+            figures[step] = comparison.rounded()
+            if not comparison.max_difference <= TOLERANCE:
+                raise ExportError(
+                    f"The exported graph of {source.name} does not compute what its checkpoint does: at the step '{step}' "
+                    f"logits differ by {comparison.max_difference:.3g} (at most {TOLERANCE} is allowed) and "
+                    f"{comparison.same_top_token:.0%} of the top tokens agree. Nothing was written."
+                )
+    if spec.precision in BITS:
+        length = len(texts.straight)
+        found = Decoder(OrtBackend().load(spec, folder), length, num_rows=length).forward(texts.straight, length)
+        figures["rounded_weights"] = Comparison.of(original, expected["straight"]).rounded()
+        figures["rounded_weights_and_activations"] = Comparison.of(original, found).rounded()
+    return figures
+
+
+def _steps(model: Model, texts: _ProbeTexts) -> Iterator[tuple[str, slice, NDArray[np.float32]]]:
+    """Yields (step, the rows of the whole text it computed, their logits)."""
+    straight, turned = texts.straight, texts.turned
+    decoder = Decoder(model, len(straight), num_rows=len(texts.prompt))
+    first, second = len(texts.prompt), len(texts.prompt) + 1
+    yield "prefill", slice(0, first), decoder.forward(texts.prompt, first)
+    yield "one_token", slice(first, second), decoder.forward(straight[first:second], 1)
+    yield "block", slice(second, len(straight)), decoder.forward(straight[second:], _BLOCK_TOKENS)
+    back = len(straight) - _REWIND
+    decoder.rewind_to(back)
+    yield "rewind", slice(back, len(turned)), decoder.forward(turned[back:], _REWIND)
+
+
+def load_reference(source: Source) -> "torch.nn.Module":
+    """Loads a checkpoint in torch, float32, as transformers reads it.
+
+    Raises:
+        ExportError: transformers cannot load it.
+    """
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        if source.kind == "gguf":
+            reference = transformers.AutoModelForCausalLM.from_pretrained(
+                source.path.parent, gguf_file=source.path.name, dtype=torch.float32
+            )
+        else:
+            reference = transformers.AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=torch.float32, attn_implementation="eager"
+            )
+    except Exception as error:  # whatever transformers and its readers raise
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise ExportError(
+            f"transformers could not load {source.name} for the parity check: {type(error).__name__}: {reason}"
+        ) from error
+    module: torch.nn.Module = reference.eval()
+    return module
+
+
+def reference_logits(reference: "torch.nn.Module", token_ids: list[int]) -> NDArray[np.float32]:
+    """Returns float32 [len(token_ids), vocab_size], computed in one piece without a cache."""
+    import torch
+
+    with torch.inference_mode():
+        logits: NDArray[np.float32] = reference(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
+    return logits
+
+
+def round_weights(reference: "torch.nn.Module", bits: int) -> None:
+    """Sends the matrices that a quantised graph holds through the same rounding, in place; tied ones once."""
+    import torch
+
+    done: set[int] = set()
+    for module in reference.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and module.weight.data_ptr() not in done:
+            done.add(module.weight.data_ptr())
+            with torch.no_grad():
+                values = dequantize_blockwise(quantize_blockwise(module.weight.numpy(), bits))
+                module.weight.copy_(torch.from_numpy(values))
+
+
+class exact_activations:  # noqa: N801 - reads as a statement: with exact_activations(...)
+    """Lends a decoder whose quantised products keep float activations: a twin graph over the same external weights."""
+
+    def __init__(self, spec: DecoderSpec, folder: Path) -> None:
+        """Nothing is written before the block is entered."""
+        self._spec = spec
+        self._graph = folder / spec.graph[0].path
+        self._twin = self._graph.with_name("parity.onnx")
+
+    def __enter__(self) -> DecoderSpec:
+        """Writes the twin and returns its spec."""
+        model = onnx.load(self._graph, load_external_data=False)
+        for node in model.graph.node:
+            for attribute in node.attribute:
+                if node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
+                    attribute.i = 0
+        onnx.save(model, self._twin)
+        record = self._spec.graph[0]
+        path = str(Path(record.path).with_name(self._twin.name).as_posix())
+        return replace(self._spec, graph=(replace(record, path=path), *self._spec.graph[1:]))
+
+    def __exit__(self, *exception: object) -> None:
+        """Removes the twin."""
+        self._twin.unlink(missing_ok=True)
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result

@@ -1,0 +1,169 @@
+"""Where a model comes from: a GGUF file, a Hugging Face folder, or a name on the hub; and what can be told before work.
+
+Everything here reads headers and configuration only. What cannot be exported is refused here, in one sentence.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import ExportError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# States instead of keys and values: what was read cannot be unread, so a refused token could not be taken back.
+_RECURRENT = re.compile(
+    r"mamba|rwkv|jamba|bamba|zamba|nemotron_?h|falcon_?(h1|mamba)|recurrent_?gemma|granite(moe)?_?hybrid|lfm2|plamo2|"
+    r"qwen3_?next|qwen3_?5|kimi_?linear|xlstm|mini_?max|deltanet|arwkv"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to export.
+
+    Attributes:
+        name: As the user named it, or the model's own name in a GGUF file.
+        kind: "gguf" or "folder".
+        path: The GGUF file, or the Hugging Face folder.
+        architecture: The model type, "llama" for example.
+        context_length: Tokens the model was made for; a sliding window does not count as context.
+        window: The sliding window's tokens, or None.
+        num_parameters: Weights, tied ones once.
+    """
+
+    name: str
+    kind: Literal["gguf", "folder"]
+    path: Path
+    architecture: str
+    context_length: int
+    window: int | None
+    num_parameters: int
+
+    def require_rewindable_cache(self, max_length: int) -> None:
+        """Refuses models whose cache cannot be rewound by lowering its length.
+
+        Args:
+            max_length: The context asked for; a window at least as long never slides.
+
+        Raises:
+            ExportError: Recurrent state, or a sliding window shorter than the context.
+        """
+        if _RECURRENT.search(self.architecture):
+            raise ExportError(
+                f"{self.name} is a '{self.architecture}' model: it keeps a recurrent state, which cannot be rewound when "
+                "a proposed token is refused. Speculative decoding needs a model with attention in every layer."
+            )
+        if self.window is not None and max_length > self.window:
+            raise ExportError(
+                f"{self.name} ('{self.architecture}') attends through a sliding window of {self.window} tokens, and its cache "
+                f"cannot be rewound once the window slides: pass --max-length {self.window} or less, so that it never does."
+            )
+
+
+def resolve_source(name: str) -> Source:
+    """Finds a model by file, folder or hub name; downloads it in the last case.
+
+    Args:
+        name: A path to a `.gguf` file, a path to a Hugging Face folder, or "owner/name" on the hub.
+
+    Raises:
+        ExportError: Nothing there, or what is there is no model.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder_source(name, path)
+    if path.is_file():
+        return _gguf_source(path)
+    if path.suffix == ".gguf" or not _HUB_NAME.fullmatch(name):
+        raise ExportError(f"There is no file or folder {path}, and '{name}' is no hub name of the form owner/name.")
+    return _folder_source(name, _download(name))
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises classes of three libraries
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ExportError(
+            f"'{name}' is neither a file nor a folder here, and the hub did not give it ({type(error).__name__}: {reason}). "
+            "Check the name and the network, or pass a local folder."
+        ) from error
+
+
+def _folder_source(name: str, folder: Path) -> Source:
+    config = _read_json(folder / "config.json", name)
+    architecture = config.get("model_type")
+    if not isinstance(architecture, str):
+        raise ExportError(f"{folder / 'config.json'} names no model_type: {name} is not a Hugging Face model folder.")
+    text = config.get("text_config", config)
+    context_length = text.get("max_position_embeddings") or text.get("n_positions") or text.get("seq_length")
+    if not isinstance(context_length, int) or context_length < 1:
+        raise ExportError(f"{folder / 'config.json'} names no context length (max_position_embeddings).")
+    return Source(name, "folder", folder, architecture, context_length, _window(text), _count_safetensors(folder, name))
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    layer_types = config.get("layer_types") or ()
+    slides = any("sliding" in kind for kind in layer_types) if layer_types else config.get("use_sliding_window", True)
+    return int(window) if window and slides else None
+
+
+def _count_safetensors(folder: Path, name: str) -> int:
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = sorted(set(_read_json(index, name).get("weight_map", {}).values()))
+        if missing := [file for file in wanted if not (folder / file).is_file()]:
+            raise ExportError(f"{name} lacks {', '.join(missing)}, which its index names: complete the download.")
+        files = [folder / file for file in wanted]
+    if not files:
+        raise ExportError(f"{folder} holds a config and no .safetensors weights: complete the download.")
+    return sum(_count_elements(file) for file in files)
+
+
+def _count_elements(file: Path) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118 - no dict
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ExportError(f"{file} cannot be read ({error}): the file is truncated or damaged.") from error
+
+
+def _gguf_source(path: Path) -> Source:
+    from .gguf_file import read_gguf
+
+    reader = read_gguf(path)
+    architecture = str(reader.fields["general.architecture"].contents())
+
+    def number(key: str) -> int | None:
+        item = reader.fields.get(f"{architecture}.{key}")
+        value = item.contents() if item is not None else None
+        return int(value) if isinstance(value, int | float) and value else None
+
+    context_length = number("context_length")
+    if context_length is None:
+        raise ExportError(f"{path} names no context length ({architecture}.context_length): it is no text model.")
+    parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    return Source(path.name, "gguf", path, architecture, context_length, number("attention.sliding_window"), parameters)
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ExportError(f"{name} holds no {path.name}: it is not a Hugging Face model folder.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ExportError(f"{path} is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ExportError(f"{path} holds a JSON {type(value).__name__} where an object is expected.")
+    return value

@@ -1,0 +1,27 @@
+"""Speculative decoding with numpy and ONNX Runtime: no torch, no transformers, no onnx.
+
+from runtime import Generator, SamplingParams
+
+generator = Generator.from_bundle("bundles/smollm2")
+for piece in generator.stream("Explain tides.", SamplingParams(max_new_tokens=128)):
+    print(piece.text, end="", flush=True)
+"""
+
+from .errors import BundleError, DeviceError, LogitsError, PromptError, SpecError
+from .generation import GenerationResult, Piece
+from .generator import Generator
+from .sampling import SamplingParams
+from .stats import GenerationStats
+
+__all__ = [
+    "BundleError",
+    "DeviceError",
+    "GenerationResult",
+    "GenerationStats",
+    "Generator",
+    "LogitsError",
+    "Piece",
+    "PromptError",
+    "SamplingParams",
+    "SpecError",
+]

@@ -1,0 +1,186 @@
+"""The bundle: one folder whose `bundle.json` is the contract between export, engines and runtime.
+
+The exporter writes facts, the runtime reads them and never guesses from a model's type. This module knows the manifest's
+fields and the files' hashes; it knows no graph and no session. docs/bundle.md tells the format field by field, and
+bundle.schema.json is the same in JSON Schema.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import BundleError
+
+MANIFEST = "bundle.json"
+FORMAT_VERSION = (1, 0)
+_HASH_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the bundle: its path relative to the folder, its size in bytes, its SHA-256 in hex."""
+
+    path: str
+    size: int
+    sha256: str
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, folder: Path, path: str) -> "FileRecord":
+        """Measures a file that lies in `folder`."""
+        return cls(path, (folder / path).stat().st_size, _sha256(folder / path))
+
+    def check(self, folder: Path, *, hash_contents: bool) -> None:
+        """Raises BundleError when the file is not what the manifest says: absent, of another size, or changed."""
+        file = folder / self.path
+        if not file.is_file():
+            raise BundleError(f"The bundle {folder} lacks '{self.path}', which its manifest names: export it again.")
+        if (size := file.stat().st_size) != self.size:
+            raise BundleError(
+                f"'{self.path}' in {folder} has {size:,} bytes where the manifest says {self.size:,}: "
+                "the file is truncated or was replaced; copy or export the bundle again."
+            )
+        if hash_contents and (digest := _sha256(file)) != self.sha256:
+            raise BundleError(
+                f"'{self.path}' in {folder} was changed after the export: its SHA-256 is {digest[:12]}…, "
+                f"the manifest says {self.sha256[:12]}…; copy or export the bundle again."
+            )
+
+
+@dataclass(frozen=True)
+class GraphNames:
+    """Names of a decoder graph's inputs and outputs; `{layer}` stands for the layer's number from 0.
+
+    Attributes:
+        input_ids: int64 [1, rows], the tokens of this pass.
+        attention_mask: int64 [1, past + rows], all ones.
+        past_key: cache dtype [1, key_value_heads, capacity, head_size]; the same buffer is bound as present_key.
+        past_value: As past_key.
+        logits: float32 [1, rows, vocab_size], one row for each token of the pass.
+        present_key: The past_key buffer with the pass's keys written behind the cached ones.
+        present_value: As present_key.
+    """
+
+    input_ids: str = "input_ids"
+    attention_mask: str = "attention_mask"
+    past_key: str = "past_key_values.{layer}.key"
+    past_value: str = "past_key_values.{layer}.value"
+    logits: str = "logits"
+    present_key: str = "present.{layer}.key"
+    present_value: str = "present.{layer}.value"
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def cache_pairs(self, num_layers: int) -> Iterator[tuple[str, str]]:
+        """Yields (past name, present name) of every cache buffer, layer by layer, key before value."""
+        for layer in range(num_layers):
+            yield self.past_key.format(layer=layer), self.present_key.format(layer=layer)
+            yield self.past_value.format(layer=layer), self.present_value.format(layer=layer)
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """One decoder of a bundle: its graph, its cache, and how exactly it computes.
+
+    Attributes:
+        source: The checkpoint it was exported from, as the user named it.
+        architecture: The model type, for people; the runtime does not read it.
+        graph: The ONNX file and its external data; the first is the graph.
+        lowering: The form of the graph; "gqa" is GroupQueryAttention on one buffer bound as past and present.
+        precision: Of the weights: "fp32", "int8" or "int4".
+        num_layers: Layers with a key/value cache.
+        num_key_value_heads: Heads in a cache.
+        head_size: Width of a head.
+        vocab_size: Width of a logits row, padding included.
+        context_length: The most tokens the cache may hold.
+        cache_dtype: numpy name of the caches' element type.
+        spare_slots: Cache slots behind the length that a pass may overwrite.
+        min_rows: From how many rows on a pass gives the same bits for a row, however the text is cut into passes.
+        row_selection: Whether an input chooses the rows whose logits are computed.
+        names: Input and output names.
+        parity: Figures of the exporter's check against the checkpoint, by step.
+    """
+
+    source: str
+    architecture: str
+    graph: tuple[FileRecord, ...]
+    lowering: str
+    precision: str
+    num_layers: int
+    num_key_value_heads: int
+    head_size: int
+    vocab_size: int
+    context_length: int
+    cache_dtype: str
+    spare_slots: int
+    min_rows: int
+    row_selection: bool = False
+    names: GraphNames = field(default_factory=GraphNames)
+    parity: Mapping[str, Any] = field(default_factory=dict)
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of key and value cache one token takes, all layers together."""
+        itemsize = {"float32": 4, "float16": 2}[self.cache_dtype]
+        return 2 * self.num_layers * self.num_key_value_heads * self.head_size * itemsize
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """The tokenizer of both models.
+
+    Attributes:
+        file: tokenizer.json in the format of the tokenizers library.
+        chat_template: The Jinja template, or None where the model has none.
+        bos_token: What a chat template calls `bos_token`.
+        eos_token: What a chat template calls `eos_token`.
+        eos_token_ids: Every id that ends a text.
+        vocab_size: Tokens in the table, added ones included; at most a decoder's `vocab_size`.
+    """
+
+    file: FileRecord
+    chat_template: FileRecord | None
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle's manifest, and the folder it lies in.
+
+    Attributes:
+        folder: Where the files are.
+        tokenizer: The tokenizer of both models.
+        target: The model whose text is generated.
+        draft: The model that proposes, or None for lookup drafting only.
+        producer: What made the bundle: "specrt" and its version.
+    """
+
+    folder: Path
+    tokenizer: TokenizerSpec
+    target: DecoderSpec
+    draft: DecoderSpec | None
+    producer: str
+    unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def files(self) -> Iterator[FileRecord]:
+        """Yields every file the manifest names."""
+        yield self.tokenizer.file
+        if self.tokenizer.chat_template is not None:
+            yield self.tokenizer.chat_template
+        yield from self.target.graph
+        if self.draft is not None:
+            yield from self.draft.graph
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

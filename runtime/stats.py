@@ -1,0 +1,76 @@
+"""What a generation cost and what speculation brought: counters, and the figures that follow from them."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class GenerationStats:
+    """Counters of one generation. Every new token is accepted, a correction or a bonus.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        new_tokens: Tokens generated, an end-of-text token included.
+        rounds: Rounds, so target passes that judged something.
+        proposed_tokens: Tokens proposed.
+        accepted_tokens: Proposed tokens that stand in the text.
+        correction_tokens: Tokens drawn from a residual.
+        bonus_tokens: Tokens drawn behind a fully accepted proposal, empty ones included.
+        proposed_by_position: How often a proposal had a token at position i.
+        accepted_by_position: How often the token at position i came to stand in the text.
+        target_passes: Passes of the target, prefill included.
+        draft_passes: Passes of the draft model.
+        target_seconds: Time in the target's passes.
+        draft_seconds: Time in the draft's passes.
+        first_token_seconds: From the call to the first round's end.
+        total_seconds: From the call to the last token.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    correction_tokens: int = 0
+    bonus_tokens: int = 0
+    proposed_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    target_passes: int = 0
+    draft_passes: int = 0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+    first_round_tokens: int = 0
+
+    def count_round(self, num_proposed: int, num_accepted: int, num_kept: int) -> None:
+        """Counts one round of which the first `num_kept` of its num_accepted + 1 tokens stand in the text."""
+        accepted = min(num_accepted, num_kept)
+        self.rounds += 1
+        self.new_tokens += num_kept
+        self.proposed_tokens += num_proposed
+        self.accepted_tokens += accepted
+        if num_kept > num_accepted:
+            if num_accepted < num_proposed:
+                self.correction_tokens += 1
+            else:
+                self.bonus_tokens += 1
+        for counts, length in ((self.proposed_by_position, num_proposed), (self.accepted_by_position, accepted)):
+            counts.extend([0] * (num_proposed - len(counts)))
+            for position in range(length):
+                counts[position] += 1
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens for each proposed one; 0 when nothing was proposed."""
+        return self.accepted_tokens / self.proposed_tokens if self.proposed_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """New tokens a round, bonus and corrections included; 1 is what decoding without a draft gives."""
+        return self.new_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens per second behind the first round, so without the prefill; 0 when there was one round only."""
+        seconds = self.total_seconds - self.first_token_seconds
+        return (self.new_tokens - self.first_round_tokens) / seconds if self.rounds > 1 and seconds > 0 else 0.0

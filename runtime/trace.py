@@ -1,0 +1,55 @@
+"""A round told in words: what was proposed, what both models thought of it, what was drawn, and what came of it."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from .speculation import Round
+from .verify import Probabilities
+
+_HEAD = 3
+
+
+def trace_lines(number: int, done: Round, num_kept: int, token_text: Callable[[int], str]) -> Iterator[str]:
+    """Tells one round.
+
+    Args:
+        number: The round's number, from 1.
+        done: The round.
+        num_kept: How many of its tokens stand in the text; fewer than it gave where the text ended inside.
+        token_text: The readable text of a token id.
+
+    Yields:
+        Lines without line ends: one for the proposal, one for each judged token, one for the token the target added.
+    """
+
+    def named(token: int) -> str:
+        return f"{token_text(token)!r}"
+
+    proposal, verification = done.proposal, done.verification
+    proposed = " ".join(map(named, proposal.tokens)) or "nothing"
+    yield f"round {number}: proposed {proposed}"
+    for i, probability in enumerate(verification.acceptance_probabilities):
+        token = proposal.tokens[i]
+        draft = 1.0 if proposal.probs is None else float(proposal.probs[i, token])
+        accepted = i < verification.num_accepted
+        yield (
+            f"  {named(token):<14} target {done.target_probs[i, token]:.3f}  draft {draft:.3f}"
+            f"{' (one-hot)' if proposal.probs is None else ''}  acceptance {probability:.3f}  drawn {done.uniforms[i]:.3f}"
+            f"  -> {'accepted' if accepted else 'refused'}"
+        )
+    added, drawn = named(verification.next_token), f"drawn {done.uniforms[-1]:.3f}"
+    if verification.residual is not None:
+        yield f"  residual {_head(verification.residual, token_text)}  {drawn}  -> correction {added}"
+    else:
+        yield f"  target   {_head(done.target_probs[-1], token_text)}  {drawn}  -> bonus {added}"
+    if num_kept < len(done.tokens):
+        yield f"  the text ends with {named(done.tokens[num_kept - 1])}: {len(done.tokens) - num_kept} dropped behind it"
+
+
+def _head(row: Probabilities, token_text: Callable[[int], str]) -> str:
+    """The most probable tokens of a row."""
+    best = np.argsort(-row, kind="stable")[:_HEAD]
+    shown = [f"{token_text(int(token))!r} {row[token]:.3f}" for token in best if row[token] > 0]
+    rest = np.count_nonzero(row) - len(shown)
+    return "[" + ", ".join(shown) + (f", {rest:,} more" if rest else "") + "]"
