@@ -75,8 +75,9 @@ class GraphNames:
     def cache_pairs(self, num_layers: int) -> Iterator[tuple[str, str]]:
         """Yields (past name, present name) of every cache buffer, layer by layer, key before value."""
         for layer in range(num_layers):
-            yield self.past_key.format(layer=layer), self.present_key.format(layer=layer)
-            yield self.past_value.format(layer=layer), self.present_value.format(layer=layer)
+            number = str(layer)
+            yield self.past_key.replace("{layer}", number), self.present_key.replace("{layer}", number)
+            yield self.past_value.replace("{layer}", number), self.present_value.replace("{layer}", number)
 
 
 @dataclass(frozen=True)

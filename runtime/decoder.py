@@ -81,7 +81,9 @@ class Decoder:
             if begin < end:
                 logits = self._run(tokens[begin:end], num_rows if end == len(tokens) else 0)
         # One sum finds them all: it is finite exactly when every logit is.
-        if not np.isfinite(logits.sum(dtype=np.float64)):
+        with np.errstate(invalid="ignore"):
+            finite = np.isfinite(logits.sum(dtype=np.float64))
+        if not finite:
             self.past_length = start
             raise LogitsError(
                 f"The model '{self.spec.source}' ({self.spec.precision}) returned NaN or infinite logits at position "

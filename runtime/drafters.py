@@ -95,6 +95,8 @@ class ModelDrafter:
         """Draws tokens one by one, each fed back; stops early behind an end-of-text token and where the context ends."""
         decoder = self._decoder
         missing = sequence[decoder.past_length :]
+        if max(missing) >= decoder.spec.vocab_size:
+            return Proposal()  # a token only the target has: the draft cannot read on
         num_tokens = min(num_tokens, decoder.room() - len(missing) + 1)
         tokens: list[int] = []
         rows: list[NDArray[np.float32]] = []

@@ -105,6 +105,7 @@ class Generation:
             try:
                 done = speculative_round(self._target, self._drafter, self.sequence, budget, self._params, self._random)
             except Cancelled:
+                self._count_cost(time.perf_counter() - started)
                 yield Piece(self._text.finish(), (), None, self._result("cancelled"))
                 return
             kept, reason = self._commit(done.tokens)
@@ -119,10 +120,9 @@ class Generation:
         room = self._max_new_tokens - self.stats.new_tokens
         for count, token in enumerate(tokens, start=1):
             self.sequence.append(token)
-            stopped = self._text.append(token)
             if token in self._eos_token_ids:
                 return tuple(tokens[:count]), "eos"
-            if stopped:
+            if self._text.append(token):
                 return tuple(tokens[:count]), "stop"
             if count == room:
                 return tuple(tokens[:count]), "length"
@@ -134,11 +134,15 @@ class Generation:
         self._drafter.rewind_to(len(self.sequence) - 1)
         stats = self.stats
         stats.count_round(len(done.proposal.tokens), done.verification.num_accepted, num_kept)
+        self._count_cost(seconds)
+        if stats.rounds == 1:
+            stats.first_token_seconds, stats.first_round_tokens = seconds, num_kept
+
+    def _count_cost(self, seconds: float) -> None:
+        stats = self.stats
         stats.target_passes, stats.target_seconds = self._target.passes, self._target.seconds
         stats.draft_passes, stats.draft_seconds = self._drafter.passes, self._drafter.seconds
         stats.total_seconds = seconds
-        if stats.rounds == 1:
-            stats.first_token_seconds, stats.first_round_tokens = seconds, num_kept
 
     def _result(self, reason: FinishReason) -> GenerationResult:
         return GenerationResult(self._text.text, tuple(self.sequence[self.stats.prompt_tokens :]), reason, self.stats)

@@ -61,7 +61,7 @@ class Generator:
         self.draft = draft
         self.tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._drafter = drafter or ("lookup" if draft is None else "model")
+        self._drafter = ("lookup" if draft is None else "model") if drafter is None else drafter
         self._num_draft_tokens = num_draft_tokens
         self._check_drafting(self._drafter, num_draft_tokens)
 
@@ -180,6 +180,8 @@ class Generator:
     def _prompt_tokens(self, prompt: "Prompt") -> list[int]:
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt)
+        elif not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
+            raise PromptError(f"The prompt is {prompt!r:.80}; a string, a list of messages or a list of token ids is expected.")
         elif len(prompt) and isinstance(prompt[0], Mapping):
             tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
         else:

@@ -18,6 +18,8 @@ _Record = TypeVar("_Record")
 _NESTED = (DecoderSpec, FileRecord, GraphNames, TokenizerSpec)
 _CHOICES = {"lowering": ("gqa",), "precision": ("fp32", "int8", "int4"), "cache_dtype": ("float32", "float16")}
 _COUNTS = ("num_layers", "num_key_value_heads", "head_size", "vocab_size", "context_length", "min_rows")
+_SIZES = ("spare_slots", "size")
+_LAYER_NAMES = ("past_key", "past_value", "present_key", "present_value")
 
 
 def load_bundle(folder: str | Path, *, hash_contents: bool = True) -> Bundle:
@@ -124,6 +126,12 @@ def _check_value(name: str, value: Any, where: str) -> None:
         raise BundleError(f"{where}: {name} is '{value}'; this runtime knows {', '.join(_CHOICES[name])}.")
     if name in _COUNTS and value < 1:
         raise BundleError(f"{where}: {name} is {value}; at least 1 is expected.")
+    if name in _SIZES and value < 0:
+        raise BundleError(f"{where}: {name} is {value}; at least 0 is expected.")
+    if name == "eos_token_ids" and min(value, default=0) < 0:
+        raise BundleError(f"{where}: eos_token_ids is {list(value)}; ids of at least 0 are expected.")
+    if name in _LAYER_NAMES and "{layer}" not in value:
+        raise BundleError(f"{where}: {name} is '{value}'; a name with '{{layer}}' in it is expected.")
     if name == "path" and (PurePosixPath(value).is_absolute() or ".." in PurePosixPath(value).parts):
         raise BundleError(f"{where}: the path '{value}' leaves the bundle's folder.")
     if name == "graph" and not value:

@@ -144,6 +144,10 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, path: Pat
     width = shapes[names.logits][2]
     if isinstance(width, int) and width != spec.vocab_size:
         raise BundleError(f"{path} gives {width} logits a row and its manifest says {spec.vocab_size}: export it again.")
+    found_type = next(value.type for value in session.get_inputs() if value.name == pairs[0][0])
+    expected_type = {"float32": "tensor(float)", "float16": "tensor(float16)"}[spec.cache_dtype]
+    if found_type != expected_type:
+        raise BundleError(f"{path} has caches of {found_type} and its manifest says {spec.cache_dtype}: export it again.")
     _, heads, _, head_size = shapes[pairs[0][0]]
     if (heads, head_size) != (spec.num_key_value_heads, spec.head_size):
         raise BundleError(

@@ -170,7 +170,7 @@ def _overlap(text: str, stop: str) -> int:
 
 def _check_stop(stop: Sequence[str]) -> None:
     if isinstance(stop, str):
-        raise ValueError(f"stop is the string {stop!r}; a list of strings is expected.")  # noqa: TRY004 bad input is a ValueError here
+        raise ValueError(f"stop is the string {stop!r}; a list of strings is expected.")
     for index, string in enumerate(stop):
         if not isinstance(string, str) or not string:
             raise ValueError(f"stop[{index}] is {string!r}; strings of at least one character are expected.")

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Logits = NDArray[np.float32]
-_SMALLEST_TEMPERATURE = 1e-30  # below it float32 has no precise numbers; at it, sampling is greedy long since
+# Outside these float32 has no precise numbers; at them, sampling is greedy, or uniform, long since.
+_TEMPERATURES = (1e-30, 1e30)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuses values outside their range."""
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop is {self.stop!r}; a string, or a list of strings, of at least one character is expected.")
+        object.__setattr__(self, "stop", tuple(stop))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; True or False is expected.")
         _check_whole("max_new_tokens", self.max_new_tokens, 1)
         _check_whole("top_k", self.top_k, 0)
         if self.seed is not None:
@@ -56,8 +63,6 @@ class SamplingParams:
         _check_number("top_p", self.top_p, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
         _check_number("min_p", self.min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1)
         _check_number("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda value: value > 0)
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop is {self.stop!r}; strings of at least one character are expected.")
 
     @property
     def greedy(self) -> bool:
@@ -114,8 +119,9 @@ def _penalise_repetition(logits: Logits, history: Sequence[int], block: Sequence
         if token is not None:
             seen.add(token)
         tokens = np.fromiter((token for token in seen if token < len(row)), np.int64)
-        values = row[tokens]
-        row[tokens] = np.where(values > 0, values / np.float32(penalty), values * np.float32(penalty))
+        values = row[tokens].astype(np.float64)
+        with np.errstate(over="ignore"):
+            row[tokens] = np.clip(np.where(values > 0, values / penalty, values * penalty), -_LARGEST, _LARGEST)
     return penalised
 
 
@@ -123,7 +129,7 @@ def _softmax(logits: Logits, temperature: float) -> Logits:
     # The largest logit becomes 0 first, so that the smallest temperature overflows to -inf at most, which is probability 0.
     shifted = logits - logits.max(axis=1, keepdims=True)
     with np.errstate(over="ignore"):
-        shifted /= np.float32(max(temperature, _SMALLEST_TEMPERATURE))
+        shifted /= np.float32(np.clip(temperature, *_TEMPERATURES))
     return _renormalised(np.exp(shifted))
 
 

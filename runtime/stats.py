@@ -22,6 +22,7 @@ class GenerationStats:
         target_seconds: Time in the target's passes.
         draft_seconds: Time in the draft's passes.
         first_token_seconds: From the call to the first round's end.
+        first_round_tokens: Tokens of that round.
         total_seconds: From the call to the last token.
     """
 
@@ -39,8 +40,8 @@ class GenerationStats:
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
     first_token_seconds: float = 0.0
-    total_seconds: float = 0.0
     first_round_tokens: int = 0
+    total_seconds: float = 0.0
 
     def count_round(self, num_proposed: int, num_accepted: int, num_kept: int) -> None:
         """Counts one round of which the first `num_kept` of its num_accepted + 1 tokens stand in the text."""

@@ -5,10 +5,12 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from command_line import new_parser, run
 
-from runtime import GenerationResult, Generator, SamplingParams, SpecError
+if TYPE_CHECKING:
+    from runtime import Generator
 
 EXAMPLES = """examples:
   python scripts/demo.py bundles/smollm2
@@ -20,9 +22,7 @@ _REPEATS = 3
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
     parser.add_argument("--prompt", action="append", help="a chat message (may be repeated; default: three of them)")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="default 96")
@@ -33,24 +33,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Runs the demonstration; returns the exit status, 1 when a text differs."""
     arguments = parse_arguments()
-    try:
-        generator = Generator.from_bundle(
-            arguments.bundle, num_draft_tokens=arguments.num_draft_tokens, shared_thread_pool=True
-        )
-        for name, fact in generator.describe().items():
-            print(f"{name:>18}: {fact}")
-        rows = [_compare(generator, prompt, arguments.max_new_tokens) for prompt in arguments.prompt or PROMPTS]
-    except (SpecError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+
+    from runtime import Generator
+
+    generator = Generator.from_bundle(arguments.bundle, num_draft_tokens=arguments.num_draft_tokens, shared_thread_pool=True)
+    for name, fact in generator.describe().items():
+        print(f"{name:>18}: {fact}")
+    rows = [_compare(generator, prompt, arguments.max_new_tokens) for prompt in arguments.prompt or PROMPTS]
     _print_table(rows)
     return 0 if all(row["identical"] == "yes" for row in rows) else 1
 
 
-def _compare(generator: Generator, prompt: str, max_new_tokens: int) -> dict[str, str]:
+def _compare(generator: "Generator", prompt: str, max_new_tokens: int) -> dict[str, str]:
+    from runtime import SamplingParams
+
     params = SamplingParams(max_new_tokens=max_new_tokens)
     messages = [{"role": "user", "content": prompt}]
     print(f"\n> {prompt}\n")
@@ -58,7 +54,7 @@ def _compare(generator: Generator, prompt: str, max_new_tokens: int) -> dict[str
         print(piece.text, end="", flush=True)
     print()
     # In turn, so that a machine whose speed drifts slows both; the ratio is taken pair by pair.
-    pairs: list[tuple[GenerationResult, GenerationResult]] = [
+    pairs = [
         (generator.generate(messages, params, drafter="off"), generator.generate(messages, params)) for _ in range(_REPEATS)
     ]
     plain, speculative = pairs[-1]
@@ -84,4 +80,4 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main, extra="specrt[cpu]"))

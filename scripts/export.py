@@ -3,14 +3,12 @@
 
 import argparse
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
+from command_line import new_parser, run
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 EXAMPLES = """examples:
   # two models of one family from the hub, the draft in int4
@@ -58,9 +56,7 @@ class ProgressBar:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("--target", required=True, help="the model whose text is generated: hub name, folder or .gguf file")
     parser.add_argument(
         "--draft",
@@ -83,17 +79,11 @@ def main() -> int:
     """Exports; returns the exit status."""
     arguments = parse_arguments()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     progress = ProgressBar()
     try:
         progress("loading torch and the graph builder", 0, 0)
         from export.bundle import export_bundle
-        from export.errors import ExportError
-    except ImportError as error:
-        progress.close()
-        print(f"error: {error.name} is not installed: pip install 'specrt[cpu,export]'", file=sys.stderr)
-        return 2
-    try:
+
         bundle = export_bundle(
             arguments.target,
             arguments.draft,
@@ -104,15 +94,8 @@ def main() -> int:
             overwrite=arguments.overwrite,
             report=progress,
         )
-    except ExportError as error:
+    finally:
         progress.close()
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        progress.close()
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    progress.close()
     for role, spec in (("target", bundle.target), ("draft", bundle.draft)):
         if spec is not None:
             size = sum(file.size for file in spec.graph)
@@ -125,4 +108,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main, extra="specrt[cpu,export]", interrupted="interrupted: nothing was written"))

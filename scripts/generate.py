@@ -6,8 +6,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from command_line import new_parser, run
+
+if TYPE_CHECKING:
+    from runtime import Generator, SamplingParams
 
 EXAMPLES = """examples:
   # an answer to a chat message, greedy
@@ -26,9 +30,7 @@ EXAMPLES = """examples:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
     parser.add_argument("prompt", help="the text to continue, or the message with --chat; '-' reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
@@ -55,44 +57,33 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Generates; returns the exit status."""
     arguments = parse_arguments()
-    try:
-        from runtime import Generator, SamplingParams, SpecError
-    except ImportError as error:
-        print(f"error: {error.name} is not installed: pip install 'specrt[cpu]'", file=sys.stderr)
-        return 2
-    try:
-        params = SamplingParams(
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            min_p=arguments.min_p,
-            repetition_penalty=arguments.repetition_penalty,
-            seed=arguments.seed,
-            stop=arguments.stop,
-        )
-        # This process makes no other ONNX Runtime sessions, so it may use one thread pool for everything.
-        generator = Generator.from_bundle(
-            arguments.bundle,
-            device=arguments.device,
-            drafter=arguments.drafter,
-            num_draft_tokens=arguments.num_draft_tokens,
-            threads=arguments.threads,
-            shared_thread_pool=True,
-        )
-        return _print_text(generator, arguments, params)
-    except ImportError as error:
-        print(f"error: {error.name or error} is not installed: pip install 'specrt[cpu]'", file=sys.stderr)
-        return 2
-    except (SpecError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+
+    from runtime import Generator, SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        stop=arguments.stop,
+    )
+    # This process makes no other ONNX Runtime sessions, so it may use one thread pool for everything.
+    generator = Generator.from_bundle(
+        arguments.bundle,
+        device=arguments.device,
+        drafter=arguments.drafter,
+        num_draft_tokens=arguments.num_draft_tokens,
+        threads=arguments.threads,
+        shared_thread_pool=True,
+    )
+    _print_text(generator, arguments, params)
+    return 0
 
 
-def _print_text(generator, arguments: argparse.Namespace, params) -> int:
+def _print_text(generator: "Generator", arguments: argparse.Namespace, params: "SamplingParams") -> None:
     from runtime.trace import trace_lines
 
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -109,15 +100,14 @@ def _print_text(generator, arguments: argparse.Namespace, params) -> int:
         print(f"\n{result.text}", end="")
     stats = result.stats
     print(
-        f"\n\n[{result.finish_reason}; {stats.new_tokens} tokens in {stats.rounds} rounds, acceptance rate "
+        f"\n\n[{result.finish_reason}; {stats.new_tokens} tokens, {stats.rounds} target passes that judged, acceptance rate "
         f"{stats.acceptance_rate:.0%}, {stats.mean_acceptance_length:.2f} tokens a round, "
         f"{stats.decode_tokens_per_second:.1f} tokens per second behind the first round]",
         file=sys.stderr,
     )
     if arguments.stats:
         print(json.dumps(asdict(stats), indent=2), file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main, extra="specrt[cpu]"))

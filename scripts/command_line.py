@@ -1,0 +1,56 @@
+"""What the scripts share: the project's packages on the path, and one sentence for whatever goes wrong."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# In front of the scripts' own folder, whose export.py would hide the package of that name.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+INTERRUPTED = 130
+
+
+def new_parser(description: str | None, examples: str) -> argparse.ArgumentParser:
+    """Returns a parser whose --help ends with examples; options must be written out."""
+    return argparse.ArgumentParser(
+        description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted") -> int:
+    """Calls a script's main and turns what goes wrong into one sentence on standard error.
+
+    Args:
+        main: Returns the exit status.
+        extra: What to install where a module is missing, "specrt[cpu]" for example.
+        interrupted: What to say on Ctrl-C or SIGTERM.
+
+    Returns:
+        main's own status; 1 for a refusal, 2 where something is not installed, 130 when interrupted.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        from runtime.errors import SpecError
+    except ImportError as error:
+        return _fail(f"{error.name} is not installed: pip install '{extra}'", 2)
+    try:
+        return main()
+    except ImportError as error:
+        return _fail(f"{error.name or error} is not installed: pip install '{extra}'", 2)
+    except BrokenPipeError:
+        # Whoever read the output has left; Python's own attempt to flush it at exit must find a place.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (SpecError, ValueError) as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        print(f"\n{interrupted}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _fail(sentence: str, status: int) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return status

@@ -1,0 +1,198 @@
+"""Drafters: what a lookup copies, and that a draft model's probabilities are those its tokens were drawn from."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.decoder import Decoder
+from runtime.drafters import LookupDrafter, ModelDrafter, NoDrafter, Proposal
+from runtime.sampling import SamplingParams, token_distributions
+from runtime.verify import draw
+from tests.fakes import FakeModel, greedy_text
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3)
+
+
+class Scripted:
+    """Gives prepared uniforms in place of random ones, and refuses to give more."""
+
+    def __init__(self, uniforms: Sequence[float]) -> None:
+        self.left = list(uniforms)
+
+    def random(self) -> float:
+        return self.left.pop(0)
+
+
+def model_drafter(
+    model: FakeModel,
+    params: SamplingParams = SAMPLED,
+    *,
+    uniforms: Sequence[float] = (0.1, 0.9, 0.4, 0.7, 0.2, 0.6),
+    max_length: int = 64,
+    target_vocab_size: int = 16,
+    eos: Sequence[int] = (),
+) -> ModelDrafter:
+    decoder = Decoder(model, max_length, num_rows=1)
+    return ModelDrafter(decoder, params, Scripted(uniforms), target_vocab_size, frozenset(eos))
+
+
+# --- lookup -----------------------------------------------------------------------------------------------------------
+
+
+def slow_lookup(sequence: Sequence[int], num_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
+    """Searches backwards from the end, longest endings first, all over again for every proposal."""
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(sequence) - 1, size - 1, -1):
+            if list(sequence[end - size : end]) == list(sequence[len(sequence) - size :]):
+                return tuple(sequence[end : end + num_tokens])
+    return ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    st.integers(1, 6),
+)
+def test_lookup_finds_what_a_search_finds(
+    tokens: list[int], shortest: int, wider: int, steps: list[int], num_tokens: int
+) -> None:
+    drafter, length = LookupDrafter(longest=shortest + wider, shortest=shortest), 1
+    for step in steps:
+        sequence = tokens[:length]
+        expected = slow_lookup(sequence, num_tokens, shortest + wider, shortest)
+        assert drafter.propose(sequence, num_tokens) == Proposal(expected)
+        drafter.rewind_to(length - 1)
+        length = min(length + step, len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "proposed"),
+    [
+        ([1, 2, 7, 8, 1, 2, 9, 8, 1, 2], (9, 8, 1)),  # the latest of two
+        ([0, 1, 2, 7, 8, 5, 1, 2, 9, 0, 1, 2], (7, 8, 5)),  # a longer one before a later one
+        ([1, 2, 3, 4], ()),
+        ([1, 2], ()),  # only the ending itself
+        ([5], ()),
+        ([3, 1, 4, 1], ()),  # one token is no match
+        ([6, 6, 6, 6], (6,)),  # overlapping the ending; no more than the sequence holds
+        ([1, 2, 3, 1, 2], (3, 1, 2)),  # copies up to its own end
+    ],
+)
+def test_lookup_by_hand(sequence: list[int], proposed: tuple[int, ...]) -> None:
+    assert LookupDrafter().propose(sequence, 3) == Proposal(proposed, None)
+
+
+def test_lookup_counts_no_passes() -> None:
+    drafter = LookupDrafter()
+    drafter.propose([1, 2, 3, 1, 2], 3)
+    assert (drafter.name, drafter.passes, drafter.seconds) == ("lookup", 0, 0.0)
+
+
+@pytest.mark.parametrize(("longest", "shortest"), [(2, 3), (3, 0), (0, 0), (2, -1)])
+def test_lookup_refuses_sizes_out_of_order(longest: int, shortest: int) -> None:
+    with pytest.raises(ValueError, match=f"1 <= shortest <= longest; found {shortest} and {longest}"):
+        LookupDrafter(longest=longest, shortest=shortest)
+
+
+def test_no_drafter_proposes_nothing() -> None:
+    drafter = NoDrafter()
+    assert drafter.propose([1, 2, 1, 2], 4) == Proposal((), None)
+    drafter.rewind_to(0)
+    assert (drafter.name, drafter.passes, drafter.seconds) == ("off", 0, 0.0)
+
+
+# --- draft model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [SAMPLED, SamplingParams(temperature=0.5), SamplingParams(temperature=2.0, top_k=5)])
+def test_every_token_was_drawn_from_the_row_that_comes_with_it(params: SamplingParams) -> None:
+    model, sequence, uniforms = FakeModel(seed=3), [1, 2, 3], [0.05, 0.95, 0.5, 0.31]
+    proposal = model_drafter(model, params, uniforms=uniforms).propose(sequence, 4)
+    assert len(proposal.tokens) == 4
+    assert proposal.probs is not None
+    assert (proposal.probs.shape, proposal.probs.dtype) == ((4, 16), np.float32)
+    for i, (token, uniform) in enumerate(zip(proposal.tokens, uniforms, strict=True)):
+        before = [*sequence, *proposal.tokens[:i]]
+        row = token_distributions(model.logits(before)[None], before, [], params)[0]
+        assert np.array_equal(proposal.probs[i], row)
+        assert token == draw(row, uniform)
+
+
+def test_greedy_proposals_are_one_hot_and_draw_nothing() -> None:
+    model = FakeModel(seed=3)
+    proposal = model_drafter(model, SamplingParams(), uniforms=[]).propose([1, 2, 3], 4)
+    assert proposal == Proposal(tuple(greedy_text(model, [1, 2, 3], 4)), None)
+
+
+def test_the_draft_feeds_only_what_it_has_not_cached() -> None:
+    model = FakeModel(seed=3)
+    drafter = model_drafter(model, SamplingParams())
+    sequence = [1, 2, 3]
+    proposal = drafter.propose(sequence, 3)
+    assert model.calls == [(0, 3, 1), (3, 1, 1), (4, 1, 1)]
+    # All accepted, and a bonus: the last proposed token was never fed to the draft, nor the bonus.
+    sequence = [*sequence, *proposal.tokens, 9]
+    drafter.rewind_to(len(sequence) - 1)
+    assert drafter.propose(sequence, 2).tokens == tuple(greedy_text(model, sequence, 2))
+    assert model.calls[3:] == [(5, 2, 1), (7, 1, 1)]
+    # All refused: the correction stands where the first proposed token was.
+    sequence = [*sequence, 4]
+    drafter.rewind_to(len(sequence) - 1)
+    assert drafter.propose(sequence, 1).tokens == tuple(greedy_text(model, sequence, 1))
+    assert model.calls[5:] == [(7, 1, 1)]
+    assert drafter.passes == 6
+    assert drafter.seconds > 0
+
+
+def test_proposals_end_behind_an_end_of_text_token() -> None:
+    model = FakeModel(seed=3)
+    text = greedy_text(model, [1, 2, 3], 5)
+    first = text.index(text[2])
+    proposal = model_drafter(model, SamplingParams(), eos=[text[2]]).propose([1, 2, 3], 5)
+    assert proposal.tokens == tuple(text[: first + 1])
+    assert len(model.calls) == first + 1
+
+
+@pytest.mark.parametrize(("max_length", "proposed"), [(2, 0), (3, 1), (4, 2), (5, 3), (6, 4), (7, 4)])
+def test_a_draft_whose_context_ends_proposes_what_fits(max_length: int, proposed: int) -> None:
+    # The last token proposed need not be fed, so three tokens of room for three tokens of text still give one.
+    model = FakeModel(seed=3)
+    for params in (SAMPLED, SamplingParams()):
+        proposal = model_drafter(model, params, max_length=max_length).propose([1, 2, 3], 4)
+        assert len(proposal.tokens) == proposed
+        assert (proposal.probs is None) == (params.greedy or proposed == 0)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, SamplingParams()], ids=["sampled", "greedy"])
+def test_a_wider_draft_is_cut_to_the_targets_vocabulary(params: SamplingParams) -> None:
+    wide, narrow = FakeModel(20, seed=6), FakeModel(12, seed=6)
+    proposal = model_drafter(wide, params, target_vocab_size=12).propose([1, 2, 3], 4)
+    same = model_drafter(narrow, params, target_vocab_size=12).propose([1, 2, 3], 4)
+    assert proposal.tokens == same.tokens
+    if proposal.probs is not None:
+        assert proposal.probs.shape == (4, 12)
+        assert np.array_equal(proposal.probs, same.probs)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, SamplingParams()], ids=["sampled", "greedy"])
+def test_a_narrower_draft_is_filled_with_tokens_it_never_proposes(params: SamplingParams) -> None:
+    model = FakeModel(12, seed=6)
+    proposal = model_drafter(model, params, target_vocab_size=20).propose([1, 2, 3], 4)
+    own = model_drafter(model, params, target_vocab_size=12).propose([1, 2, 3], 4)
+    assert proposal.tokens == own.tokens
+    if proposal.probs is not None:
+        assert proposal.probs.shape == (4, 20)
+        assert not proposal.probs[:, 12:].any()
+        assert np.array_equal(proposal.probs[:, :12], own.probs)
+
+
+def test_a_narrower_draft_bears_a_token_that_only_the_target_has() -> None:
+    model = FakeModel(12, seed=6)
+    drafter = model_drafter(model, SamplingParams(), target_vocab_size=20)
+    assert all(token < 12 for token in drafter.propose([1, 15, 3], 4).tokens)
