@@ -3,7 +3,8 @@
 import gc
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,35 +100,54 @@ def export_bundle(
         roles.append(_Role("draft", other, draft_precision, min(context_length, other.context_length)))
     for role in roles:
         role.source.require_rewindable_cache(role.context_length)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _check_disk(out, roles)
+        if role.context_length < _PROBE_TOKENS:
+            raise ExportError(
+                f"{role.source.name} would serve {role.context_length} tokens; at least {_PROBE_TOKENS} are needed, "
+                "which the exported graph is checked on."
+            )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _check_disk(out, roles)
+        with _staged(out) as staging:
+            bundle = _write(staging, assets, roles, report)
+    except OSError as error:
+        raise ExportError(f"The bundle could not be written to {out}: {error.strerror or error}.") from error
+    return replace(bundle, folder=out)
 
-    staging = out.with_name(f".{out.name}.partial")
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """Lends a folder that takes `out`'s place when the block ends well, and is gone when it does not."""
+    staging, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        bundle = _write(staging, assets, roles, report)
-        if overwrite and out.exists():
-            shutil.rmtree(out)
-        staging.rename(out)
-    except OSError as error:
-        raise ExportError(f"The bundle could not be written to {out}: {error.strerror or error}.") from error
+        yield staging
+        if not out.exists():
+            staging.rename(out)
+            return
+        # A folder cannot be renamed onto one that holds files: the old bundle steps aside, and back where that fails.
+        out.rename(old)
+        try:
+            staging.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
+        shutil.rmtree(old)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return replace(bundle, folder=out)
 
 
 def _check_options(out: Path, precision: str, draft_precision: str, max_length: int | None, *, overwrite: bool) -> None:
     for name, value in (("precision", precision), ("draft precision", draft_precision)):
         if value not in PRECISIONS:
             raise ExportError(f"The {name} '{value}' is unknown; there are {', '.join(PRECISIONS)}.")
-    if max_length is not None and max_length < 2:
-        raise ExportError(
-            f"The max length is {max_length}; at least 2 tokens are needed, one for the prompt and one for the text."
-        )
+    if max_length is not None and max_length < _PROBE_TOKENS:
+        raise ExportError(f"The max length is {max_length}; at least {_PROBE_TOKENS} tokens are needed.")
     if out.exists() and not overwrite:
         raise ExportError(f"{out} exists already: choose another --out, or pass --overwrite to replace it.")
-    if out.exists() and not (out / "bundle.json").is_file() and any(out.iterdir() if out.is_dir() else [out]):
+    is_bundle = (out / "bundle.json").is_file()
+    if out.exists() and not is_bundle and any(out.iterdir() if out.is_dir() else [out]):
         raise ExportError(f"{out} exists and is no bundle: it is not replaced even with --overwrite.")
 
 
@@ -185,7 +205,6 @@ def _probe_tokens(assets: TokenizerAssets) -> list[int]:
 def _export_decoders(roles: list[_Role], folder: Path, probe: list[int], report: Report) -> dict[str, DecoderSpec]:
     """Makes and checks the decoders that come from one source."""
     source = roles[0].source
-    probe = probe[: min(role.context_length for role in roles)]
     specs = [_write_decoder(role, folder, report) for role in roles]
     gc.collect()
     report(f"comparing with {source.name} in torch", 0, 0)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from runtime.backend import Model
 from runtime.contract import DecoderSpec
 from runtime.decoder import Decoder
+from runtime.errors import LogitsError
 from runtime.ort_backend import OrtBackend
 
 from .errors import ExportError
@@ -120,8 +121,7 @@ def _compare(
     expected = {text: reference_logits(reference, getattr(texts, text)) for text in ("straight", "turned")}
     figures: dict[str, dict[str, float]] = {}
     with exact_activations(spec, folder) as exact_spec:
-        model = OrtBackend().load(exact_spec, folder)
-        for step, rows, found in _steps(model, texts):
+        for step, rows, found in _steps(source, OrtBackend().load(exact_spec, folder), texts):
             comparison = Comparison.of(expected["turned" if step == "rewind" else "straight"][rows], found)
             figures[step] = comparison.rounded()
             if not comparison.max_difference <= TOLERANCE:
@@ -138,17 +138,20 @@ def _compare(
     return figures
 
 
-def _steps(model: Model, texts: _ProbeTexts) -> Iterator[tuple[str, slice, NDArray[np.float32]]]:
+def _steps(source: Source, model: Model, texts: _ProbeTexts) -> Iterator[tuple[str, slice, NDArray[np.float32]]]:
     """Yields (step, the rows of the whole text it computed, their logits)."""
     straight, turned = texts.straight, texts.turned
     decoder = Decoder(model, len(straight), num_rows=len(texts.prompt))
     first, second = len(texts.prompt), len(texts.prompt) + 1
-    yield "prefill", slice(0, first), decoder.forward(texts.prompt, first)
-    yield "one_token", slice(first, second), decoder.forward(straight[first:second], 1)
-    yield "block", slice(second, len(straight)), decoder.forward(straight[second:], _BLOCK_TOKENS)
     back = len(straight) - _REWIND
-    decoder.rewind_to(back)
-    yield "rewind", slice(back, len(turned)), decoder.forward(turned[back:], _REWIND)
+    try:
+        yield "prefill", slice(0, first), decoder.forward(texts.prompt, first)
+        yield "one_token", slice(first, second), decoder.forward(straight[first:second], 1)
+        yield "block", slice(second, len(straight)), decoder.forward(straight[second:], _BLOCK_TOKENS)
+        decoder.rewind_to(back)
+        yield "rewind", slice(back, len(turned)), decoder.forward(turned[back:], _REWIND)
+    except LogitsError as error:
+        raise ExportError(f"{source.name} was not exported: {error}") from error
 
 
 def load_reference(source: Source) -> "torch.nn.Module":

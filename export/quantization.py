@@ -58,8 +58,8 @@ def quantize_blockwise(weights: NDArray[np.float32], bits: int) -> BlockwiseWeig
     largest = np.take_along_axis(grouped, np.abs(grouped).argmax(axis=2, keepdims=True), axis=2)
     half = 2 ** (bits - 1)
     scales = largest / np.float32(-half)
-    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
-    codes = np.clip(np.rint(grouped * inverse) + half, 0, 2 * half - 1).astype(np.uint8)
+    steps = np.divide(grouped, scales, out=np.zeros_like(grouped), where=scales != 0)
+    codes = np.clip(np.rint(steps) + half, 0, 2 * half - 1).astype(np.uint8)
     if bits == 4:
         codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
     return BlockwiseWeights(np.ascontiguousarray(codes), np.ascontiguousarray(scales[:, :, 0]), bits, columns)
@@ -114,11 +114,10 @@ def _matrix_read_by(node: ir.Node) -> ir.Value | None:
 def _quantize_matrix(graph: ir.Graph, matrix: ir.Value, readers: list[ir.Node], bits: int) -> None:
     values = matrix.const_value.numpy()
     # MatMul's own layout is [columns, rows]; a transposed operand and an embedding are [rows, columns] already.
-    if any(node.op_type == "MatMul" and node.inputs[1] is matrix for node in readers):
-        if len({node.op_type for node in readers}) > 1:
-            raise ExportError(
-                f"The matrix '{matrix.name}' is both multiplied by and looked up in one layout: cannot quantise it."
-            )
+    layouts = {node.op_type == "MatMul" and node.inputs[1] is matrix for node in readers}
+    if len(layouts) > 1:
+        raise ExportError(f"The matrix '{matrix.name}' is read in one layout here and in the other there: cannot quantise it.")
+    if layouts.pop():
         values = values.T
     weights = quantize_blockwise(values, bits)
     packed = _initializer(graph, f"{matrix.name}.packed", weights.packed)

@@ -103,6 +103,8 @@ def _folder_source(name: str, folder: Path) -> Source:
     if not isinstance(architecture, str):
         raise ExportError(f"{folder / 'config.json'} names no model_type: {name} is not a Hugging Face model folder.")
     text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ExportError(f"text_config in {folder / 'config.json'} is {text!r} where an object is expected.")
     context_length = text.get("max_position_embeddings") or text.get("n_positions") or text.get("seq_length")
     if not isinstance(context_length, int) or context_length < 1:
         raise ExportError(f"{folder / 'config.json'} names no context length (max_position_embeddings).")
@@ -112,6 +114,8 @@ def _folder_source(name: str, folder: Path) -> Source:
 def _window(config: Mapping[str, Any]) -> int | None:
     window = config.get("sliding_window")
     layer_types = config.get("layer_types") or ()
+    if not isinstance(layer_types, list | tuple) or not all(isinstance(kind, str) for kind in layer_types):
+        raise ExportError(f"layer_types in config.json is {layer_types!r} where a list of names is expected.")
     slides = any("sliding" in kind for kind in layer_types) if layer_types else config.get("use_sliding_window", True)
     return int(window) if window and slides else None
 
@@ -120,7 +124,10 @@ def _count_safetensors(folder: Path, name: str) -> int:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        wanted = sorted(set(_read_json(index, name).get("weight_map", {}).values()))
+        weight_map = _read_json(index, name).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ExportError(f"{index} has no weight_map of tensor names to files: download it again.")
+        wanted = sorted(set(weight_map.values()))
         if missing := [file for file in wanted if not (folder / file).is_file()]:
             raise ExportError(f"{name} lacks {', '.join(missing)}, which its index names: complete the download.")
         files = [folder / file for file in wanted]
@@ -143,7 +150,10 @@ def _gguf_source(path: Path) -> Source:
     from .gguf_file import read_gguf
 
     reader = read_gguf(path)
-    architecture = str(reader.fields["general.architecture"].contents())
+    named = reader.fields.get("general.architecture")
+    if named is None:
+        raise ExportError(f"{path} names no architecture (general.architecture): convert the model again.")
+    architecture = str(named.contents())
 
     def number(key: str) -> int | None:
         item = reader.fields.get(f"{architecture}.{key}")

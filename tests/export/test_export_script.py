@@ -1,0 +1,118 @@
+"""scripts/export.py as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "export.py"
+
+
+def call(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120, cwd=cwd, check=False
+    )
+
+
+def test_help_teaches_by_example():
+    result = call("--help")
+    assert result.returncode == 0
+    examples = result.stdout.partition("examples:")[2]
+    for option in ("--target", "--draft", "--out", "--precision", "--max-length", "--draft self"):
+        assert option in examples, option
+    assert "--overwrite" in result.stdout
+    assert "--draft-precision" in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--target", "a", "--out", "b", "--colour", "red"], "--colour"),
+        (["--target", "a", "--out", "b", "--prec", "int4"], "--prec"),  # no abbreviations
+        (["--target", "a", "--out", "b", "--precision", "int3"], "int3"),
+        (["--target", "a", "--out", "b", "--max-length", "many"], "many"),
+        (["--target", "a"], "--out"),
+        (["--out", "b"], "--target"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], named: str):
+    result = call(*arguments)
+    assert result.returncode == 2
+    assert named in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_pair_is_exported(tiny_target: Path, tiny_draft: Path, tmp_path: Path):
+    # From another folder than the repository's, with relative paths.
+    (tmp_path / "target").symlink_to(tiny_target)
+    result = call(
+        "--target", "target", "--draft", tiny_draft, "--out", "out/bundle", "--precision", "int8", "--max-length", "256",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    manifest = json.loads((tmp_path / "out" / "bundle" / "bundle.json").read_text(encoding="utf-8"))
+    assert (manifest["target"]["source"], manifest["target"]["precision"]) == ("target", "int8")
+    assert (manifest["draft"]["source"], manifest["draft"]["precision"]) == (str(tiny_draft), "int4")
+    assert manifest["target"]["context_length"] == 256
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("target: target, int8, ")
+    assert any(line.startswith("draft: ") and "int4" in line and "same bits from 1 rows" in line for line in lines)
+    assert any("prefill: max difference" in line for line in lines)
+    assert "written: out/bundle" in lines
+    assert "scripts/generate.py out/bundle" in lines[-1]
+    assert "quantising the weights" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["bundle"]
+
+
+def test_refusal_is_one_sentence_on_stderr(tiny_target: Path, tmp_path: Path):
+    (tmp_path / "bundle").mkdir()
+    result = call("--target", tiny_target, "--out", tmp_path / "bundle")
+    assert result.returncode == 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: {tmp_path / 'bundle'} exists already: choose another --out, or pass --overwrite to replace it."]
+    assert result.stderr.splitlines()[-1] == errors[0]
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
+@pytest.mark.parametrize(("signal_number", "line"), [("SIGINT", "loading"), ("SIGINT", "building"), ("SIGTERM", "building")])
+def test_interrupt_leaves_nothing(tiny_target: Path, tmp_path: Path, signal_number: str, line: str):
+    # exec hands an ignored signal on, and a shell that runs tests in the background has had this one ignored.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [sys.executable, "-u", SCRIPT, "--target", tiny_target, "--out", tmp_path / "bundle"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    signal.signal(signal.SIGINT, inherited)
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        assert process.stderr is not None
+        heard = []
+        for text in process.stderr:
+            heard.append(text)
+            if line in text:
+                os.kill(process.pid, getattr(signal, signal_number))
+                break
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        watchdog.cancel()
+        process.kill()
+    assert process.returncode == 130, "".join(heard) + stderr
+    assert stderr.rstrip().endswith("interrupted: nothing was written")
+    assert "Traceback" not in stderr
+    assert stdout == ""
+    assert not list(tmp_path.iterdir())

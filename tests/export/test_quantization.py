@@ -1,0 +1,241 @@
+"""Blockwise rounding: its error bounds, its layout against a plain loop, and the graph pass against numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from export.errors import ExportError
+from export.quantization import ACCURACY_LEVEL, BITS, BLOCK_SIZE, dequantize_blockwise, quantize_blockwise, quantize_graph
+
+VOCABULARY, TOKENS = 70, np.array([[0, 69, 3, 3, 41]])
+
+
+def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+
+
+def per_weight(scales: np.ndarray, columns: int) -> np.ndarray:
+    """Each weight's own scale, float32 [rows, columns]."""
+    return np.repeat(scales, BLOCK_SIZE, axis=1)[:, :columns]
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 100),
+    bits=st.sampled_from([4, 8]),
+    exponent=st.integers(-30, 37),
+    zero_blocks=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_round_trip_stays_within_half_a_step(rows, columns, bits, exponent, zero_blocks, seed):
+    weights = random_matrix(rows, columns, seed) * np.float32(10.0**exponent)
+    if zero_blocks:
+        weights[:, :BLOCK_SIZE] = 0
+    quantized = quantize_blockwise(weights, bits)
+    found = dequantize_blockwise(quantized)
+
+    blocks = -(-columns // BLOCK_SIZE)
+    assert quantized.packed.shape == (rows, blocks, BLOCK_SIZE * bits // 8)
+    assert quantized.packed.dtype == np.uint8
+    assert quantized.scales.shape == (rows, blocks)
+    assert found.shape == weights.shape
+    assert found.dtype == np.float32
+    step = per_weight(quantized.scales, columns).astype(np.float64)
+    half = 2 ** (bits - 1)
+    # The range has no code for +half: weights near it, opposite in sign to the block's largest, may lose a whole step.
+    beyond = weights * np.sign(step) > (half - 0.5) * np.abs(step)
+    allowed = np.where(beyond, 1.0, 0.5) * np.abs(step) * (1 + 1e-5)
+    assert (np.abs(found.astype(np.float64) - weights) <= allowed).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_largest_weight_of_a_block_is_kept_exactly(bits):
+    weights = random_matrix(6, 3 * BLOCK_SIZE)
+    found = dequantize_blockwise(quantize_blockwise(weights, bits))
+    for expected, value in zip(weights.reshape(-1, BLOCK_SIZE), found.reshape(-1, BLOCK_SIZE), strict=True):
+        place = np.abs(expected).argmax()
+        assert value[place] == expected[place]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_twice_is_rounding_once(bits):
+    once = dequantize_blockwise(quantize_blockwise(random_matrix(7, 75), bits))
+    assert np.array_equal(dequantize_blockwise(quantize_blockwise(once, bits)), once)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_block_stays_zero_beside_others(bits):
+    weights = random_matrix(2, 3 * BLOCK_SIZE)
+    weights[0, BLOCK_SIZE : 2 * BLOCK_SIZE] = 0
+    quantized = quantize_blockwise(weights, bits)
+    assert quantized.scales[0, 1] == 0
+    assert not dequantize_blockwise(quantized)[0, BLOCK_SIZE : 2 * BLOCK_SIZE].any()
+    assert dequantize_blockwise(quantized)[1].any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.filterwarnings("error")
+def test_zeros_beside_subnormal_weights_stay_zero(bits):
+    # Here one over the scale is beyond float32.
+    weights = np.zeros((1, BLOCK_SIZE), np.float32)
+    weights[0, 3] = 1e-39
+    found = dequantize_blockwise(quantize_blockwise(weights, bits))
+    assert np.abs(found - weights).max() <= 1e-39
+    assert not np.delete(found[0], 3).any()
+
+
+def test_layout_equals_a_plain_loop():
+    weights = random_matrix(3, 75)
+    four, eight = quantize_blockwise(weights, 4), quantize_blockwise(weights, 8)
+    for row in range(3):
+        for column in range(75):
+            block, place = divmod(column, BLOCK_SIZE)
+            byte = int(four.packed[row, block, place // 2])
+            code = byte >> 4 if place % 2 else byte & 15
+            scale = four.scales[row, block]
+            assert abs((code - 8) * scale - weights[row, column]) <= abs(scale)
+            assert dequantize_blockwise(four)[row, column] == np.float32(code - 8) * scale
+            code = int(eight.packed[row, block, place])
+            assert dequantize_blockwise(eight)[row, column] == np.float32(code - 128) * eight.scales[row, block]
+
+
+def test_padding_stands_for_zero():
+    # The kernel sees whole blocks: padded columns must carry the code of zero, or garbage activations would count.
+    quantized = quantize_blockwise(random_matrix(2, 33), 8)
+    assert (quantized.packed[:, 1, 1:] == 128).all()
+
+
+# --- the graph pass --------------------------------------------------------------------------------------------------
+
+
+def graph_of(nodes: list[onnx.NodeProto], matrices: dict[str, np.ndarray]) -> ir.Model:
+    """token_ids -> nodes -> "result"."""
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("token_ids", TensorProto.INT64, [1, None])],
+        [helper.make_tensor_value_info("result", TensorProto.FLOAT, [1, None, None])],
+        [numpy_helper.from_array(values, name) for name, values in matrices.items()],
+    )
+    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+
+
+def tied_model(hidden: int) -> tuple[ir.Model, np.ndarray, np.ndarray]:
+    """An embedding whose matrix is the head too, and one projection between them."""
+    embedding, projection = random_matrix(VOCABULARY, hidden), random_matrix(hidden, hidden, seed=1)
+    nodes = [
+        helper.make_node("Gather", ["embedding", "token_ids"], ["looked_up"]),
+        helper.make_node("MatMul", ["looked_up", "projection"], ["projected"]),
+        helper.make_node("Transpose", ["embedding"], ["head"], perm=[1, 0]),
+        helper.make_node("MatMul", ["projected", "head"], ["result"]),
+    ]
+    return graph_of(nodes, {"embedding": embedding, "projection": projection}), embedding, projection
+
+
+def run(model: ir.Model) -> np.ndarray:
+    """The model's result with float activations."""
+    proto = ir.to_proto(model)
+    proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    for node in proto.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = 0
+    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"token_ids": TOKENS})[0]
+
+
+def rounded(matrix: np.ndarray, bits: int) -> np.ndarray:
+    return dequantize_blockwise(quantize_blockwise(matrix, bits))
+
+
+def ignore(_done: int, _total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("hidden", [64, 40])  # 40 is no multiple of the block
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_quantized_graph_equals_numpy_on_rounded_weights(precision, hidden):
+    model, embedding, projection = tied_model(hidden)
+    quantize_graph(model, precision, ignore)
+    bits = BITS[precision]
+    table, middle = rounded(embedding, bits), rounded(projection.T, bits).T
+    expected = table[TOKENS] @ middle @ table.T
+    found = run(model)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    plain = embedding[TOKENS] @ projection @ embedding.T
+    assert np.abs(found - plain).max() > 0.1, "the rounding itself is larger than the tolerance"
+
+
+def test_tied_embedding_and_head_share_one_packed_tensor():
+    model, _, _ = tied_model(64)
+    quantize_graph(model, "int4", ignore)
+    nodes = {node.op_type: node for node in model.graph}
+    products = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    assert len(products) == 2
+    assert nodes["GatherBlockQuantized"].inputs[0] is products[1].inputs[1]
+    assert {"Gather", "MatMul", "Transpose"}.isdisjoint(nodes)
+    floats = {
+        name: value.const_value.shape for name, value in model.graph.initializers.items() if value.dtype == ir.DataType.FLOAT
+    }
+    assert set(floats) == {"embedding.scales", "projection.scales"}, "the float matrices are gone"
+
+
+def test_products_round_activations_as_the_fast_kernel_does():
+    model, _, _ = tied_model(64)
+    quantize_graph(model, "int8", ignore)
+    levels = [node.attributes.get_int("accuracy_level") for node in model.graph if node.op_type == "MatMulNBits"]
+    assert levels == [ACCURACY_LEVEL, ACCURACY_LEVEL] == [4, 4]
+
+
+def test_progress_counts_matrices():
+    model, _, _ = tied_model(64)
+    reports: list[tuple[int, int]] = []
+    quantize_graph(model, "int4", lambda done, total: reports.append((done, total)))
+    assert reports == [(1, 2), (2, 2)]
+
+
+def test_graph_without_matrices_is_refused():
+    nodes = [
+        helper.make_node("Cast", ["token_ids"], ["numbers"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["numbers", "axis"], ["result"]),
+    ]
+    model = graph_of(nodes, {"axis": np.array([2])})
+    with pytest.raises(ExportError, match="no constant weight matrices to quantise to int4"):
+        quantize_graph(model, "int4", ignore)
+
+
+def looked_up_and_multiplied() -> ir.Model:
+    nodes = [
+        helper.make_node("Gather", ["matrix", "token_ids"], ["looked_up"]),
+        helper.make_node("MatMul", ["looked_up", "matrix"], ["result"]),
+    ]
+    return graph_of(nodes, {"matrix": random_matrix(VOCABULARY, VOCABULARY)})
+
+
+def multiplied_both_ways() -> ir.Model:
+    nodes = [
+        helper.make_node("Gather", ["embedding", "token_ids"], ["looked_up"]),
+        helper.make_node("MatMul", ["looked_up", "matrix"], ["half_way"]),
+        helper.make_node("Transpose", ["matrix"], ["turned"], perm=[1, 0]),
+        helper.make_node("MatMul", ["half_way", "turned"], ["result"]),
+    ]
+    return graph_of(nodes, {"embedding": random_matrix(VOCABULARY, 64), "matrix": random_matrix(64, 64, seed=1)})
+
+
+@pytest.mark.parametrize("build", [looked_up_and_multiplied, multiplied_both_ways])
+def test_matrix_read_in_two_layouts_is_refused(build: Callable[[], ir.Model]):
+    with pytest.raises(ExportError, match=r"'matrix' .*layout"):
+        quantize_graph(build(), "int4", ignore)
