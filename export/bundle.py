@@ -80,8 +80,9 @@ def export_bundle(
 
     Raises:
         ExportError: The sources cannot be exported or do not fit each other, the disk is too small, or the result does
-            not compute what the checkpoints do. Nothing is left behind.
+            not compute what the checkpoints do. No part of a bundle is left behind, and an old one stays as it was.
     """
+    named, out = out, out.resolve()
     _check_options(out, precision, draft_precision, max_length, overwrite=overwrite)
     report("reading the sources", 0, 0)
     source = resolve_source(target)
@@ -112,7 +113,7 @@ def export_bundle(
             bundle = _write(staging, assets, roles, report)
     except OSError as error:
         raise ExportError(f"The bundle could not be written to {out}: {error.strerror or error}.") from error
-    return replace(bundle, folder=out)
+    return replace(bundle, folder=named)
 
 
 @contextmanager
@@ -127,13 +128,14 @@ def _staged(out: Path) -> Iterator[Path]:
             staging.rename(out)
             return
         # A folder cannot be renamed onto one that holds files: the old bundle steps aside, and back where that fails.
+        shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
         try:
             staging.rename(out)
         except BaseException:
             old.rename(out)
             raise
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -58,8 +58,9 @@ def quantize_blockwise(weights: NDArray[np.float32], bits: int) -> BlockwiseWeig
     largest = np.take_along_axis(grouped, np.abs(grouped).argmax(axis=2, keepdims=True), axis=2)
     half = 2 ** (bits - 1)
     scales = largest / np.float32(-half)
-    steps = np.divide(grouped, scales, out=np.zeros_like(grouped), where=scales != 0)
-    codes = np.clip(np.rint(steps) + half, 0, 2 * half - 1).astype(np.uint8)
+    with np.errstate(invalid="ignore"):  # NaN weights are refused where the graph is checked
+        steps = np.divide(grouped, scales, out=np.zeros_like(grouped), where=scales != 0)
+        codes = np.clip(np.rint(steps) + half, 0, 2 * half - 1).astype(np.uint8)
     if bits == 4:
         codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
     return BlockwiseWeights(np.ascontiguousarray(codes), np.ascontiguousarray(scales[:, :, 0]), bits, columns)

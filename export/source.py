@@ -17,7 +17,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # States instead of keys and values: what was read cannot be unread, so a refused token could not be taken back.
 _RECURRENT = re.compile(
     r"mamba|rwkv|jamba|bamba|zamba|nemotron_?h|falcon_?(h1|mamba)|recurrent_?gemma|granite(moe)?_?hybrid|lfm2|plamo2|"
-    r"qwen3_?next|qwen3_?5|kimi_?linear|xlstm|mini_?max|deltanet|arwkv"
+    r"qwen3_?next|qwen3_?5|kimi_?linear|xlstm|mini_?max(?!_m2)|deltanet|arwkv"
 )
 
 
