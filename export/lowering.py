@@ -17,6 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from .errors import ExportError
+from .graph_edit import add_initializer, replace_node
 
 OPSET = 21
 IR_VERSION = 10
@@ -108,9 +109,9 @@ class _SharedInputs:
             nodes.append(node)
             return node.outputs[0]
 
-        zero = _constant(graph, "spare.zero", np.array(0, np.int64))
-        one = _constant(graph, "spare.one", np.array(1, np.int64))
-        one_vector = _constant(graph, "spare.one_vector", np.array([1], np.int64))
+        zero = add_initializer(graph, "spare.zero", np.array(0, np.int64))
+        one = add_initializer(graph, "spare.one", np.array(1, np.int64))
+        one_vector = add_initializer(graph, "spare.one_vector", np.array([1], np.int64))
         total = add("Shape", [mask], "spare.mask_length", start=1, end=2)
         total_and_spare = add("Add", [total, one_vector], "spare.total_length")
         total_scalar = add("Squeeze", [total_and_spare], "spare.total_scalar")
@@ -135,13 +136,6 @@ class _SharedInputs:
             sine_rows,
             position_rows,
         )
-
-
-def _constant(graph: ir.Graph, name: str, value: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(value, name=name)
-    constant = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
-    graph.register_initializer(constant)
-    return constant
 
 
 def _rotary_of(value: ir.Value | None, attention: ir.Node, layer: int) -> ir.Node:
@@ -171,7 +165,7 @@ def _position_table(graph: ir.Graph, rows: ir.Value, name: str, context_length: 
         )
     # The spare row of the very last token reads one position more; what stands there never shows.
     values = np.concatenate([values[:context_length], values[context_length - 1 : context_length]])
-    return _constant(graph, name, values), context_length
+    return add_initializer(graph, name, values), context_length
 
 
 def _geometry(attentions: list[ir.Node], position_rows: int) -> AttentionGeometry:
@@ -221,19 +215,11 @@ def _replace_attention(graph: ir.Graph, node: ir.Node, layer: int, shared: _Shar
         name=f"layers.{layer}.attention",
     )
     attention.outputs[0].name = f"layers.{layer}.attention.rows_and_spare"
-    zero = graph.initializers.get("spare.zero_vector") or _constant(graph, "spare.zero_vector", np.array([0], np.int64))
+    zero = add_initializer(graph, "spare.zero_vector", np.array([0], np.int64))
     axis = graph.initializers["spare.one_vector"]
     drop_spare = ir.node("Slice", [attention.outputs[0], zero, shared.row_count, axis])
     drop_spare.outputs[0].name = f"layers.{layer}.attention.output"
-    graph.insert_before(node, [*before, attention, drop_spare])
-
-    for old, new in zip(node.outputs, (drop_spare.outputs[0], *attention.outputs[1:]), strict=True):
-        if old in graph.outputs:
-            new.name, new.shape, new.type = old.name, old.shape, old.type
-            graph.outputs[graph.outputs.index(old)] = new
-            old.name = None
-        ir.convenience.replace_all_uses_with(old, new)
-    graph.remove(node, safe=True)
+    replace_node(graph, node, [*before, attention, drop_spare], [drop_spare.outputs[0], *attention.outputs[1:]])
 
 
 def _require_plain_mask(node: ir.Node, bias: ir.Value | None, layer: int) -> None:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from .errors import ExportError
+from .graph_edit import add_initializer, replace_node
 from .lowering import CONTRIB
 
 BLOCK_SIZE = 32
@@ -121,8 +122,8 @@ def _quantize_matrix(graph: ir.Graph, matrix: ir.Value, readers: list[ir.Node], 
     if layouts.pop():
         values = values.T
     weights = quantize_blockwise(values, bits)
-    packed = _initializer(graph, f"{matrix.name}.packed", weights.packed)
-    scales = _initializer(graph, f"{matrix.name}.scales", weights.scales)
+    packed = add_initializer(graph, f"{matrix.name}.packed", weights.packed)
+    scales = add_initializer(graph, f"{matrix.name}.scales", weights.scales)
     for node in readers:
         if node.op_type == "MatMul":
             _replace_product(graph, node, packed, scales, weights)
@@ -130,13 +131,6 @@ def _quantize_matrix(graph: ir.Graph, matrix: ir.Value, readers: list[ir.Node], 
             _replace_lookup(graph, node, packed, scales, weights)
     if not matrix.uses():
         del graph.initializers[matrix.name]
-
-
-def _initializer(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(values, name=name)
-    value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
-    graph.register_initializer(value)
-    return value
 
 
 def _replace_product(graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: ir.Value, weights: BlockwiseWeights) -> None:
@@ -153,18 +147,16 @@ def _replace_product(graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: i
         },
         domain=CONTRIB,
     )
-    _take_over(graph, node, [product])
+    replace_node(graph, node, [product], product.outputs)
     if transpose is not None and not transpose.outputs[0].uses():
         graph.remove(transpose, safe=True)
 
 
 def _replace_lookup(graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: ir.Value, weights: BlockwiseWeights) -> None:
     # Looked up as [rows, blocks, BLOCK_SIZE], so that the head's packed tensor serves as it is; then the blocks are joined.
-    scale_column = graph.initializers.get("quantization.last_axis") or _initializer(
-        graph, "quantization.last_axis", np.array([2], np.int64)
-    )
-    joined_shape = _initializer(graph, f"{packed.name}.joined_shape", np.array([0, 0, -1], np.int64))
-    column = ir.node("Unsqueeze", [scales, scale_column])
+    last_axis = add_initializer(graph, "quantization.last_axis", np.array([2], np.int64))
+    joined_shape = add_initializer(graph, f"{packed.name}.joined_shape", np.array([0, 0, -1], np.int64))
+    column = ir.node("Unsqueeze", [scales, last_axis])
     lookup = ir.node(
         "GatherBlockQuantized",
         [packed, node.inputs[1], column.outputs[0]],
@@ -175,19 +167,6 @@ def _replace_lookup(graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: ir
     nodes = [column, lookup, join]
     if weights.columns % BLOCK_SIZE:
         names = {"start": [0], "stop": [weights.columns], "axis": [2]}
-        bounds = [_initializer(graph, f"{packed.name}.{name}", np.array(value, np.int64)) for name, value in names.items()]
+        bounds = [add_initializer(graph, f"{packed.name}.{name}", np.array(value, np.int64)) for name, value in names.items()]
         nodes.append(ir.node("Slice", [join.outputs[0], *bounds]))
-    _take_over(graph, node, nodes)
-
-
-def _take_over(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node]) -> None:
-    """Puts nodes in the place of one whose only output they compute."""
-    graph.insert_before(old, nodes)
-    new = nodes[-1].outputs[0]
-    replaced = old.outputs[0]
-    new.name, new.shape, new.type = replaced.name, replaced.shape, replaced.type
-    if replaced in graph.outputs:
-        graph.outputs[graph.outputs.index(replaced)] = new
-    replaced.name = None
-    ir.convenience.replace_all_uses_with(replaced, new)
-    graph.remove(old, safe=True)
+    replace_node(graph, node, nodes, nodes[-1].outputs)

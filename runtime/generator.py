@@ -173,7 +173,9 @@ class Generator:
             if model is not None:
                 spec = model.spec
                 described[role] = f"{spec.source}, {spec.precision}, {spec.lowering} lowering; {model.description}"
-                described[f"{role} exactness"] = f"same bits for passes of {spec.min_rows} rows and more"
+                described[f"{role} exactness"] = "every row has the same bits, however the text is cut into passes" + (
+                    f" of {spec.min_rows} rows or more" if spec.min_rows > 1 else ""
+                )
                 described[f"{role} cache"] = f"{spec.cache_bytes_per_token / 1024:.0f} KiB a token"
         return described
 

@@ -100,9 +100,11 @@ def main() -> int:
         if spec is not None:
             size = sum(file.size for file in spec.graph)
             facts = (spec.source, spec.precision, f"{size / 1e6:.0f} MB", f"context {spec.context_length}")
-            print(f"{role}: {', '.join(facts)}, same bits from {spec.min_rows} rows a pass on")
+            print(f"{role}: {', '.join(facts)}, rows bit-equal in passes of {spec.min_rows} or more")
             for step, figures in spec.parity.items():
                 print(f"  {step}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items()))
+    if bundle.draft is not None and bundle.draft.context_length < bundle.target.context_length:
+        print(f"note: the draft's context ends at {bundle.draft.context_length} tokens; behind them nothing is proposed")
     print(f'written: {bundle.folder}\ntry it:  python scripts/generate.py {bundle.folder} "Explain tides." --chat')
     return 0
 

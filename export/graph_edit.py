@@ -1,0 +1,28 @@
+"""Two edits of a graph that the lowering and the quantisation both make."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+
+def add_initializer(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
+    """Adds a constant to a graph, or returns the one that already has its name."""
+    if (there := graph.initializers.get(name)) is not None:
+        return there
+    tensor = ir.tensor(values, name=name)
+    value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
+    graph.register_initializer(value)
+    return value
+
+
+def replace_node(graph: ir.Graph, old: ir.Node, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> None:
+    """Puts nodes in the place of one; `outputs` take over its outputs' readers, names and types, in order."""
+    graph.insert_before(old, nodes)
+    for before, after in zip(old.outputs, outputs, strict=True):
+        if before in graph.outputs:
+            after.name, after.shape, after.type = before.name, before.shape, before.type
+            graph.outputs[graph.outputs.index(before)] = after
+            before.name = None
+        ir.convenience.replace_all_uses_with(before, after)
+    graph.remove(old, safe=True)
