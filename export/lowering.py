@@ -163,6 +163,11 @@ def _position_table(graph: ir.Graph, rows: ir.Value, name: str, context_length: 
             f"The model's rotary table has {len(values)} positions, and {context_length} were asked for: "
             f"pass --max-length {len(values)} or less."
         )
+    if values.shape[1] % 8:
+        raise ExportError(
+            f"The model rotates {2 * values.shape[1]} channels of a head, and ONNX Runtime's attention rotates multiples of "
+            "16 only: it cannot be exported in this lowering."
+        )
     # The spare row of the very last token reads one position more; what stands there never shows.
     values = np.concatenate([values[:context_length], values[context_length - 1 : context_length]])
     return add_initializer(graph, name, values), context_length
@@ -226,8 +231,8 @@ def _require_plain_mask(node: ir.Node, bias: ir.Value | None, layer: int) -> Non
     for ancestor in _ancestors(bias):
         if ancestor.op_type not in _PLAIN_MASK_OPS:
             raise ExportError(
-                f"Layer {layer}'s attention mask is made with {ancestor.op_type} ('{ancestor.name}'): a sliding window, a "
-                "prefix or a positional bias, which the gqa lowering would lose and a cache that rewinds cannot serve."
+                f"Layer {layer}'s attention mask is made with {ancestor.op_type} ('{ancestor.name}'), so it may hold a sliding "
+                "window, a prefix or a positional bias; the gqa lowering keeps plain causal masks only."
             )
     if not node.attributes.get_int("is_causal", 0):
         raise ExportError(f"Layer {layer}'s attention '{node.name}' is not causal: only decoders can be exported.")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtime.backend import Model
 from runtime.contract import DecoderSpec
 from runtime.decoder import Decoder
-from runtime.errors import LogitsError
+from runtime.errors import SpecError
 from runtime.ort_backend import OrtBackend
 
 from .errors import ExportError
@@ -150,7 +150,7 @@ def _steps(source: Source, model: Model, texts: _ProbeTexts) -> Iterator[tuple[s
         yield "block", slice(second, len(straight)), decoder.forward(straight[second:], _BLOCK_TOKENS)
         decoder.rewind_to(back)
         yield "rewind", slice(back, len(turned)), decoder.forward(turned[back:], _REWIND)
-    except LogitsError as error:
+    except SpecError as error:
         raise ExportError(f"{source.name} was not exported: {error}") from error
 
 

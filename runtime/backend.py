@@ -77,6 +77,8 @@ def open_backend(device: str, *, threads: int | None, shared_thread_pool: bool) 
     Raises:
         DeviceError: No such device here.
     """
+    if not isinstance(device, str):
+        raise DeviceError(f"The device is {device!r:.80}; a name such as 'cpu' is expected.")
     kind = device.partition(":")[0]
     if device == "cpu":
         from .ort_backend import OrtBackend

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .backend import Model, open_backend
+from .checks import is_whole
 from .decoder import Decoder
 from .drafters import Drafter, LookupDrafter, ModelDrafter, NoDrafter
 from .errors import BundleError, PromptError
@@ -101,9 +102,9 @@ class Generator:
         backend = open_backend(device, threads=threads, shared_thread_pool=shared_thread_pool)
         target = backend.load(bundle.target, bundle.folder)
         draft = None
-        if bundle.draft is not None and drafter not in {"lookup", "off"}:
-            if draft_device not in {None, device}:
-                backend = open_backend(str(draft_device), threads=threads, shared_thread_pool=shared_thread_pool)
+        if bundle.draft is not None and drafter not in ("lookup", "off"):
+            if draft_device is not None and draft_device != device:
+                backend = open_backend(draft_device, threads=threads, shared_thread_pool=shared_thread_pool)
             draft = backend.load(bundle.draft, bundle.folder)
         return cls(
             target,
@@ -158,6 +159,10 @@ class Generator:
             LogitsError: While iterating: a model returned NaN or infinite logits. The generator stays usable.
         """
         # Checked here and not in a generator function, so that a bad call fails where it stands.
+        if not isinstance(params, SamplingParams | None):
+            raise ValueError(f"params is {params!r:.80}; SamplingParams are expected, or None.")
+        if cancel is not None and not (callable(getattr(cancel, "is_set", None)) and not isinstance(cancel, type)):
+            raise ValueError(f"cancel is {cancel!r:.80}; a threading.Event is expected, or None.")
         return self._start(
             self._prompt_tokens(prompt),
             params or SamplingParams(),
@@ -182,7 +187,11 @@ class Generator:
     def _prompt_tokens(self, prompt: "Prompt") -> list[int]:
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt)
-        elif not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
+        elif (
+            not isinstance(prompt, Sequence | np.ndarray)
+            or isinstance(prompt, bytes | bytearray)
+            or getattr(prompt, "ndim", 1) != 1
+        ):
             raise PromptError(f"The prompt is {prompt!r:.80}; a string, a list of messages or a list of token ids is expected.")
         elif len(prompt) and isinstance(prompt[0], Mapping):
             tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
@@ -233,18 +242,17 @@ class Generator:
         return frozenset() if params.ignore_eos else self._eos_token_ids
 
     def _check_drafting(self, drafter: str, num_draft_tokens: int) -> None:
-        if drafter not in DRAFTERS:
+        if not isinstance(drafter, str) or drafter not in DRAFTERS:
             raise ValueError(f"The drafter '{drafter}' is unknown; there are {', '.join(DRAFTERS)}.")
         if drafter == "model" and self.draft is None:
             raise ValueError("The drafter 'model' needs a draft model, and this generator was loaded without one.")
-        whole = isinstance(num_draft_tokens, (int, np.integer)) and not isinstance(num_draft_tokens, bool)
-        if not whole or not 0 <= num_draft_tokens <= MAX_NUM_DRAFT_TOKENS:
+        if not is_whole(num_draft_tokens) or not 0 <= num_draft_tokens <= MAX_NUM_DRAFT_TOKENS:
             raise ValueError(f"num_draft_tokens is {num_draft_tokens!r}; a whole number from 0 to 64 is expected.")
 
 
 def _checked_token_ids(prompt: Sequence[object], vocab_size: int) -> list[int]:
     for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+        if not is_whole(token) or not 0 <= token < vocab_size:
             raise PromptError(f"The prompt holds {token!r}; token ids from 0 to {vocab_size - 1} are expected.")
     return [int(token) for token in prompt]  # type: ignore[call-overload]
 

@@ -11,10 +11,12 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from .checks import is_whole
 from .contract import DecoderSpec
 from .errors import BundleError, DeviceError
 
 _ALIGNMENT = 64
+_THREADS_PER_CORE = 8  # more only wait for each other
 
 
 class OrtBackend:
@@ -30,10 +32,11 @@ class OrtBackend:
                 is its default. For programs that make no sessions but ours.
 
         Raises:
-            ValueError: Fewer than one thread.
+            ValueError: Fewer than one thread, or many more than the machine has cores.
         """
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads is {threads}; at least 1 is expected, or None for all cores.")
+        most = _THREADS_PER_CORE * (os.cpu_count() or 1)
+        if threads is not None and (not is_whole(threads) or not 1 <= threads <= most):
+            raise ValueError(f"threads is {threads!r:.80}; a number from 1 to {most} is expected, or None for all cores.")
         self._threads = threads or _available_cores()
         self._shared = shared_thread_pool and _create_process_pool(self._threads)
 

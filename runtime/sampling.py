@@ -4,12 +4,13 @@ The same function serves the target's rows and the draft's, each row with the to
 meaning are those of transformers: repetition penalty, temperature, top-k, top-p, min-p.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .checks import check_number, check_whole
 
 Logits = NDArray[np.float32]
 # Outside these float32 has no precise numbers; at them, sampling is greedy, or uniform, long since.
@@ -55,30 +56,19 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; True or False is expected.")
-        _check_whole("max_new_tokens", self.max_new_tokens, 1)
-        _check_whole("top_k", self.top_k, 0)
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("top_k", self.top_k, 0)
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0)
-        _check_number("temperature", self.temperature, "a finite number of at least 0", lambda value: value >= 0)
-        _check_number("top_p", self.top_p, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
-        _check_number("min_p", self.min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-        _check_number("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda value: value > 0)
+            check_whole("seed", self.seed, 0)
+        check_number("temperature", self.temperature, "a finite number of at least 0", lambda value: value >= 0)
+        check_number("top_p", self.top_p, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
+        check_number("min_p", self.min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+        check_number("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda value: value > 0)
 
     @property
     def greedy(self) -> bool:
         """Whether every distribution is one-hot."""
         return self.temperature == 0
-
-
-def _check_whole(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-        raise ValueError(f"{name} is {value!r}; a whole number of at least {low} is expected.")
-
-
-def _check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not fits(value):  # type: ignore[arg-type]
-        raise ValueError(f"{name} is {value!r}; {expected} is expected.")
 
 
 def token_distributions(logits: Logits, history: Sequence[int], block: Sequence[int], params: SamplingParams) -> Logits:

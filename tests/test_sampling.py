@@ -181,8 +181,8 @@ NOT_NUMBERS = [None, "1", True, [1.0], float("nan"), float("inf"), -float("inf")
 WRONG = {
     "max_new_tokens": [0, -1, 1.0, *NOT_NUMBERS],
     "top_k": [-1, 2.0, *NOT_NUMBERS],
-    "seed": [-1, 0.0, *NOT_NUMBERS[1:]],
-    "temperature": [-0.1, -1, *NOT_NUMBERS],
+    "seed": [np.timedelta64(3), -1, 0.0, *NOT_NUMBERS[1:]],
+    "temperature": [10**400, np.timedelta64(3), -0.1, -1, *NOT_NUMBERS],
     "top_p": [0, 0.0, -0.5, 1.0001, 2, *NOT_NUMBERS],
     "min_p": [-0.1, 1.1, *NOT_NUMBERS],
     "repetition_penalty": [0, 0.0, -1.2, *NOT_NUMBERS],

@@ -1,0 +1,30 @@
+"""Checks of values that users give: Python's numbers and numpy's are welcome, truth values and durations are not."""
+
+import math
+from collections.abc import Callable
+from typing import TypeGuard
+
+import numpy as np
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value counts as a whole number where one is asked for: Python's or numpy's, no truth value, no duration."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
+def check_whole(name: str, value: object, low: int) -> None:
+    """Raises ValueError, naming the value, unless it is a whole number of at least `low`."""
+    if not is_whole(value) or value < low:
+        raise ValueError(f"{name} is {value!r:.80}; a whole number of at least {low} is expected.")
+
+
+def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
+    """Raises ValueError, naming the value and what is expected, unless it is a finite number that fits."""
+    if isinstance(value, bool | np.timedelta64) or not isinstance(value, int | float | np.number):
+        raise ValueError(f"{name} is {value!r:.80}; {expected} is expected.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not fits(number):
+        raise ValueError(f"{name} is {value!r:.80}; {expected} is expected.")
