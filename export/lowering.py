@@ -180,6 +180,8 @@ def _geometry(attentions: list[ir.Node], position_rows: int) -> AttentionGeometr
             f"The layers' caches differ in heads or head size ({sorted(shapes)}): the gqa lowering needs them alike."
         )
     heads, head_size = shapes.pop()
+    if head_size % 8:
+        raise ExportError(f"The model's heads are {head_size} wide; ONNX Runtime's attention takes multiples of 8 only.")
     return AttentionGeometry(len(attentions), int(heads), int(head_size), position_rows)
 
 
