@@ -83,7 +83,13 @@ def check_parity(
     """
     texts = _ProbeTexts.of(token_ids)
     reference = load_reference(source)
-    original = reference_logits(reference, texts.straight)
+    try:
+        original = reference_logits(reference, texts.straight)
+    except Exception as error:  # whatever a config with odd values makes torch raise
+        raise ExportError(
+            f"The checkpoint {source.name} does not run in torch ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200}): "
+            "its config and its weights do not fit."
+        ) from error
     figures = []
     for spec in specs:
         rounded = reference

@@ -117,6 +117,8 @@ def _window(config: Mapping[str, Any]) -> int | None:
     if not isinstance(layer_types, list | tuple) or not all(isinstance(kind, str) for kind in layer_types):
         raise ExportError(f"layer_types in config.json is {layer_types!r} where a list of names is expected.")
     slides = any("sliding" in kind for kind in layer_types) if layer_types else config.get("use_sliding_window", True)
+    if window and not isinstance(window, int):
+        raise ExportError(f"sliding_window in config.json is {window!r} where a whole number is expected.")
     return int(window) if window and slides else None
 
 

@@ -35,8 +35,12 @@ class FileRecord:
     def check(self, folder: Path, *, hash_contents: bool) -> None:
         """Raises BundleError when the file is not what the manifest says: absent, of another size, or changed."""
         file = folder / self.path
-        if not file.is_file():
-            raise BundleError(f"The bundle {folder} lacks '{self.path}', which its manifest names: export it again.")
+        try:
+            there = file.is_file()
+        except OSError:  # a name no file can have
+            there = False
+        if not there:
+            raise BundleError(f"The bundle {folder} lacks '{self.path:.80}', which its manifest names: export it again.")
         if (size := file.stat().st_size) != self.size:
             raise BundleError(
                 f"'{self.path}' in {folder} has {size:,} bytes where the manifest says {self.size:,}: "

@@ -17,8 +17,17 @@ from .errors import BundleError
 _Record = TypeVar("_Record")
 _NESTED = (DecoderSpec, FileRecord, GraphNames, TokenizerSpec)
 _CHOICES = {"lowering": ("gqa",), "precision": ("fp32", "int8", "int4"), "cache_dtype": ("float32", "float16")}
-_COUNTS = ("num_layers", "num_key_value_heads", "head_size", "vocab_size", "context_length", "min_rows")
-_SIZES = ("spare_slots", "size")
+# Far beyond any model, and far below what would exhaust memory before it is noticed.
+_RANGES = {
+    "num_layers": (1, 10_000),
+    "num_key_value_heads": (1, 10_000),
+    "head_size": (1, 100_000),
+    "vocab_size": (1, 100_000_000),
+    "context_length": (1, 1_000_000_000),
+    "min_rows": (1, 1024),
+    "spare_slots": (0, 1024),
+    "size": (0, 1 << 60),
+}
 _LAYER_NAMES = ("past_key", "past_value", "present_key", "present_value")
 
 
@@ -124,10 +133,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 def _check_value(name: str, value: Any, where: str) -> None:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise BundleError(f"{where}: {name} is '{value}'; this runtime knows {', '.join(_CHOICES[name])}.")
-    if name in _COUNTS and value < 1:
-        raise BundleError(f"{where}: {name} is {value}; at least 1 is expected.")
-    if name in _SIZES and value < 0:
-        raise BundleError(f"{where}: {name} is {value}; at least 0 is expected.")
+    if name in _RANGES:
+        low, high = _RANGES[name]
+        if value < low:
+            raise BundleError(f"{where}: {name} is {value}; at least {low} is expected.")
+        if value > high:
+            raise BundleError(f"{where}: {name} is {value}; at most {high:,} is expected.")
     if name == "eos_token_ids" and min(value, default=0) < 0:
         raise BundleError(f"{where}: eos_token_ids is {list(value)}; ids of at least 0 are expected.")
     if name in _LAYER_NAMES and "{layer}" not in value:

@@ -74,7 +74,14 @@ class OrtModel:
 
     def open_context(self, capacity: int, max_rows: int) -> "OrtContext":
         """Allocates and binds caches; see Model.open_context."""
-        return OrtContext(self.spec, self._session, capacity, max_rows)
+        try:
+            return OrtContext(self.spec, self._session, capacity, max_rows)
+        except MemoryError as error:
+            size = capacity * self.spec.cache_bytes_per_token + max_rows * self.spec.vocab_size * 4
+            raise DeviceError(
+                f"A cache of {capacity} tokens and {max_rows} rows of logits take {size / 1e9:.2f} GB, which this machine does "
+                "not have free: shorten the prompt or lower max_new_tokens."
+            ) from error
 
 
 class OrtContext:
