@@ -86,8 +86,9 @@ def check_parity(
     try:
         original = reference_logits(reference, texts.straight)
     except Exception as error:  # whatever a config with odd values makes torch raise
+        reason = str(error).partition("\n")[0][:200]
         raise ExportError(
-            f"The checkpoint {source.name} does not run in torch ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200}): "
+            f"The checkpoint {source.name} does not run in torch ({type(error).__name__}: {reason}): "
             "its config and its weights do not fit."
         ) from error
     figures = []

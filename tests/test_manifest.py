@@ -231,6 +231,9 @@ def test_missing_field_is_named_with_its_place(bundle: Bundle, rewrite, place: P
             for name in ("num_layers", "num_key_value_heads", "head_size", "vocab_size", "context_length", "min_rows")
             for value in (0, -1)
         ],
+        (("target", "num_layers"), 10**9, "target: num_layers is 1000000000; at most 10,000 is expected"),
+        (("target", "min_rows"), 10**18, "target: min_rows is 1000000000000000000; at most 1,024"),
+        (("target", "spare_slots"), 10**9, "target: spare_slots is 1000000000; at most 1,024"),
         (("target", "spare_slots"), -1, "target: spare_slots is -1"),
         (("target", "graph", 0, "size"), -1, r"target: graph\[0\]: size is -1"),
         (("tokenizer", "eos_token_ids"), [-1], r"tokenizer: eos_token_ids"),

@@ -409,3 +409,10 @@ def test_checkpoint_with_undefined_weights_is_refused(
     with pytest.raises(ExportError, match=r"\b(nan|NaN)\b"):
         export_bundle(str(broken), None, tmp_path / "bundle", precision=precision)
     assert not (tmp_path / "bundle").exists()
+
+
+def test_checkpoint_that_torch_cannot_run_is_refused(tiny_target: Path, copy_checkpoint: CopyCheckpoint, tmp_path: Path):
+    odd = copy_checkpoint(tiny_target, rms_norm_eps=None)
+    with pytest.raises(ExportError, match=r"does not run in torch|could not"):
+        export_bundle(str(odd), None, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()

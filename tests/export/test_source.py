@@ -74,6 +74,7 @@ def test_folder_without_config(tmp_path: Path):
         ('{"model_type": "llama"}', "names no context length"),
         ('{"model_type": "llama", "max_position_embeddings": "512"}', "names no context length"),
         ('{"model_type": "llama", "max_position_embeddings": 0}', "names no context length"),
+        ('{"model_type": "llama", "max_position_embeddings": 512, "sliding_window": "[1]"}', "sliding_window in config.json"),
         ('{"model_type": "llama", "text_config": null}', "config.json"),
         ('{"model_type": "llama", "max_position_embeddings": 512, "layer_types": [1]}', "config.json"),
         ('{"model_type": "llama", "max_pos', "config.json is not valid JSON"),
