@@ -97,9 +97,10 @@ class Generation:
         Raises:
             LogitsError: A model returned NaN or infinite logits.
         """
-        started = time.perf_counter()
         reason: FinishReason | None = None
         while reason is None:
+            # Taken anew each round: the reader's own time between two pieces is not ours.
+            started = time.perf_counter()
             # One token of the block is the correction or bonus, so that one is never proposed.
             budget = min(self._num_draft_tokens, self._max_new_tokens - self.stats.new_tokens - 1)
             try:
@@ -139,10 +140,11 @@ class Generation:
             stats.first_token_seconds, stats.first_round_tokens = seconds, num_kept
 
     def _count_cost(self, seconds: float) -> None:
+        """Brings the counters up to date behind a round, or behind one that was cancelled, of so many seconds."""
         stats = self.stats
         stats.target_passes, stats.target_seconds = self._target.passes, self._target.seconds
         stats.draft_passes, stats.draft_seconds = self._drafter.passes, self._drafter.seconds
-        stats.total_seconds = seconds
+        stats.total_seconds += seconds
 
     def _result(self, reason: FinishReason) -> GenerationResult:
         return GenerationResult(self._text.text, tuple(self.sequence[self.stats.prompt_tokens :]), reason, self.stats)

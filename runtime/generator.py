@@ -247,7 +247,9 @@ class Generator:
         if drafter == "model" and self.draft is None:
             raise ValueError("The drafter 'model' needs a draft model, and this generator was loaded without one.")
         if not is_whole(num_draft_tokens) or not 0 <= num_draft_tokens <= MAX_NUM_DRAFT_TOKENS:
-            raise ValueError(f"num_draft_tokens is {num_draft_tokens!r}; a whole number from 0 to 64 is expected.")
+            raise ValueError(
+                f"num_draft_tokens is {num_draft_tokens!r}; a whole number from 0 to {MAX_NUM_DRAFT_TOKENS} is expected."
+            )
 
 
 def _checked_token_ids(prompt: Sequence[object], vocab_size: int) -> list[int]:

@@ -38,7 +38,13 @@ class OrtBackend:
         if threads is not None and (not is_whole(threads) or not 1 <= threads <= most):
             raise ValueError(f"threads is {threads!r:.80}; a number from 1 to {most} is expected, or None for all cores.")
         self._threads = threads or _available_cores()
-        self._shared = shared_thread_pool and _create_process_pool(self._threads)
+        self._shared = shared_thread_pool
+        if not shared_thread_pool:
+            self._pool = f"{self._threads} threads from a pool of its own"
+        elif _create_process_pool(self._threads):
+            self._pool = f"{self._threads} threads from the process's shared pool"
+        else:
+            self._pool = "threads from the process's shared pool, which was there already"
 
     def load(self, spec: DecoderSpec, folder: Path) -> "OrtModel":
         """Makes the session of a decoder; see Backend.load."""
@@ -46,10 +52,14 @@ class OrtBackend:
         try:
             session = self._create_session(path)
         except Exception as error:  # ONNX Runtime raises many classes, none of them public
+            if "use_per_session_threads must be false" in str(error):
+                raise DeviceError(
+                    "This process has ONNX Runtime's shared thread pool, which rules out pools of our own: pass "
+                    "shared_thread_pool=True."
+                ) from error
             raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {_first_line(error)}") from error
         _check_interface(session, spec, path)
-        pool = "the process's shared pool" if self._shared else "a pool of its own"
-        return OrtModel(spec, session, f"ONNX Runtime {ort.__version__}, CPU, {self._threads} threads from {pool}")
+        return OrtModel(spec, session, f"ONNX Runtime {ort.__version__}, CPU, {self._pool}")
 
     def _create_session(self, path: Path) -> ort.InferenceSession:
         options = ort.SessionOptions()
@@ -60,7 +70,8 @@ class OrtBackend:
             options.intra_op_num_threads = self._threads
             options.inter_op_num_threads = 1
             options.add_session_config_entry("session.force_spinning_stop", "1")
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        # Its fall-back to another provider would try the same again and print a banner.
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
 class OrtModel:
@@ -128,12 +139,13 @@ def _available_cores() -> int:
 
 
 def _create_process_pool(threads: int) -> bool:
-    """Makes ONNX Runtime's process-wide pool; True when it is there afterwards, made now or by an earlier generator."""
+    """Makes ONNX Runtime's process-wide pool; False when the process has one already, of a size that cannot be told."""
     try:
         ort.set_global_thread_pool_sizes(threads, 1)
     except Exception as error:  # ONNX Runtime's own class is not public
         if "already been created" not in str(error):
             raise DeviceError(f"ONNX Runtime could not make a shared thread pool: {_first_line(error)}") from error
+        return False
     return True
 
 

@@ -21,9 +21,9 @@ class GenerationStats:
         draft_passes: Passes of the draft model.
         target_seconds: Time in the target's passes.
         draft_seconds: Time in the draft's passes.
-        first_token_seconds: From the call to the first round's end.
+        first_token_seconds: Of the first round, prefill included.
         first_round_tokens: Tokens of that round.
-        total_seconds: From the call to the last token.
+        total_seconds: Of all rounds; what a reader does between two pieces does not count.
     """
 
     prompt_tokens: int = 0

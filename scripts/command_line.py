@@ -25,7 +25,7 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
 
     Args:
         main: Returns the exit status.
-        extra: What to install where a module is missing, "specrt[cpu]" for example.
+        extra: What to install where a module is missing, ".[cpu]" for example.
         interrupted: What to say on Ctrl-C or SIGTERM.
 
     Returns:
@@ -35,11 +35,11 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     try:
         from runtime.errors import SpecError
     except ImportError as error:
-        return _fail(f"{error.name} is not installed: pip install '{extra}'", 2)
+        return _fail(f"{error.name} is not installed: from the project's folder, pip install -e '{extra}'", 2)
     try:
         return main()
     except ImportError as error:
-        return _fail(f"{error.name or error} is not installed: pip install '{extra}'", 2)
+        return _fail(f"{error.name or error} is not installed: from the project's folder, pip install -e '{extra}'", 2)
     except BrokenPipeError:
         # Whoever read the output has left; Python's own attempt to flush it at exit must find a place.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -61,7 +61,7 @@ def _compare(generator: "Generator", prompt: str, max_new_tokens: int) -> dict[s
     ratios = [two.stats.decode_tokens_per_second / max(one.stats.decode_tokens_per_second, 1e-9) for one, two in pairs]
     same = all(result.token_ids == plain.token_ids for pair in pairs for result in pair)
     return {
-        "prompt": prompt[:32],
+        "prompt": prompt[:46],
         "plain tok/s": f"{statistics.median(one.stats.decode_tokens_per_second for one, _ in pairs):.1f}",
         "speculative tok/s": f"{statistics.median(two.stats.decode_tokens_per_second for _, two in pairs):.1f}",
         "ratio": f"{statistics.median(ratios):.2f}",
@@ -80,4 +80,4 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, extra="specrt[cpu]"))
+    sys.exit(run(main, extra=".[cpu]"))

@@ -110,4 +110,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, extra="specrt[cpu,export]", interrupted="interrupted: nothing was written"))
+    sys.exit(run(main, extra=".[cpu,export]", interrupted="interrupted: nothing was written"))

@@ -51,7 +51,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
     parser.add_argument("--trace", action="store_true", help="tell each round instead of streaming the text")
     parser.add_argument("--stats", action="store_true", help="print what it cost, as JSON, to standard error")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.system and not parsed.chat:
+        parser.error("--system is a chat message: pass --chat with it")
+    return parsed
 
 
 def main() -> int:
@@ -83,10 +86,17 @@ def main() -> int:
     return 0
 
 
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The prompt on standard input is not UTF-8 (byte {error.start}): convert it first.") from error
+
+
 def _print_text(generator: "Generator", arguments: argparse.Namespace, params: "SamplingParams") -> None:
     from runtime.trace import trace_lines
 
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    text = _read_standard_input() if arguments.prompt == "-" else arguments.prompt
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompt = [*system, {"role": "user", "content": text}] if arguments.chat else text
     result = None
@@ -110,4 +120,4 @@ def _print_text(generator: "Generator", arguments: argparse.Namespace, params: "
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, extra="specrt[cpu]"))
+    sys.exit(run(main, extra=".[cpu]"))
