@@ -174,7 +174,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
         raise ExportError(f"{name} holds no {path.name}: it is not a Hugging Face model folder.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ExportError(f"{path} is not valid JSON ({error}).") from error
     if not isinstance(value, dict):
         raise ExportError(f"{path} holds a JSON {type(value).__name__} where an object is expected.")

@@ -62,12 +62,12 @@ def tokenizer_from_folder(folder: Path) -> TokenizerAssets:
     config = _read_object(folder / "tokenizer_config.json")
     # Older checkpoints name their special tokens only in special_tokens_map.json.
     named = {**_read_object(folder / "special_tokens_map.json"), **{key: value for key, value in config.items() if value}}
-    eos_token = _content(named.get("eos_token"))
+    bos_token, eos_token = (_content(folder, name, named.get(name)) for name in ("bos_token", "eos_token"))
     return TokenizerAssets(
         tokenizer_json=text,
         tokens=token_table(tokenizer.get_vocab(with_added_tokens=True)),
         chat_template=_chat_template(folder, config),
-        bos_token=_content(named.get("bos_token")),
+        bos_token=bos_token,
         eos_token=eos_token,
         eos_token_ids=_eos_token_ids(folder, None if eos_token is None else tokenizer.token_to_id(eos_token)),
     )
@@ -101,7 +101,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(path))
-    except json.JSONDecodeError as exc:
+    except (json.JSONDecodeError, RecursionError) as exc:
         raise ExportError(f"{path} is not JSON ({exc}): fetch the file again") from None
     if not isinstance(value, dict):
         raise ExportError(f"{path} holds a JSON {type(value).__name__} where an object is expected: fetch the file again")
@@ -135,11 +135,12 @@ def _first_line(exc: Exception) -> str:
     return lines[0] if lines else type(exc).__name__
 
 
-def _content(token: str | dict[str, Any] | None) -> str | None:
+def _content(folder: Path, name: str, token: object) -> str | None:
     """The text of a special token, which is stored as a string or as an AddedToken's fields."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token or None
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str | None):
+        raise ExportError(f"{folder} gives {token!r:.80} as {name}: expected a token's text")
+    return text or None
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
@@ -149,13 +150,15 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         return _read_text(file)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if "default" not in named:
             raise ExportError(
-                f"{folder / 'tokenizer_config.json'} has chat templates {sorted(named)} and none is named 'default': "
+                f"{folder / 'tokenizer_config.json'} has chat templates {sorted(map(str, named))} and none is named 'default': "
                 "rename the one to use"
             )
         template = named["default"]
+    if not isinstance(template, str | None):
+        raise ExportError(f"{folder / 'tokenizer_config.json'} has the chat template {template!r:.80}: expected Jinja source")
     return template or None
 
 
@@ -165,7 +168,7 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         value = _read_object(folder / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        if not all(token_id is None or type(token_id) is int for token_id in ids):
+        if not all(token_id is None or (type(token_id) is int and token_id >= 0) for token_id in ids):
             raise ExportError(f"{folder / name} has eos_token_id {value!r}: expected a token id or a list of token ids")
         found += [token_id for token_id in ids if token_id is not None]
     if tokenizer_eos is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -429,3 +430,24 @@ def test_folder_that_transformers_cannot_convert(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ExportError, match=r"no tokenizer\.json and transformers cannot make one of its files"):
         tokenizer_from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("chat_template", 5, "expected Jinja source"),
+        ("chat_template", [{"name": "default", "template": 5}], "expected Jinja source"),
+        ("chat_template", [5, {}], "none is named 'default'"),
+        ("eos_token", True, "as eos_token: expected a token's text"),
+        ("bos_token", {"content": ["a"]}, "as bos_token: expected a token's text"),
+    ],
+)
+def test_folder_with_values_of_other_kinds_is_refused(
+    tiny_target: Path, tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_target, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ExportError, match=message):
+        tokenizer_from_folder(folder)
