@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -77,7 +78,8 @@ def _plain_folder(folder: Path) -> Iterator[Path]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    silent_rotary = getattr(config, "rope_theta", None) is not None and not getattr(config, "rope_scaling", None)
+    default_theta = math.isclose(getattr(config, "rope_theta", None) or 0, 10_000)
+    silent_rotary = default_theta and not getattr(config, "rope_scaling", None)
     if not silent_rotary and not any(file.is_symlink() for file in folder.iterdir()):
         yield folder
         return

@@ -108,7 +108,17 @@ def _folder_source(name: str, folder: Path) -> Source:
     context_length = text.get("max_position_embeddings") or text.get("n_positions") or text.get("seq_length")
     if not isinstance(context_length, int) or context_length < 1:
         raise ExportError(f"{folder / 'config.json'} names no context length (max_position_embeddings).")
+    context_length = min(context_length, _longrope_start(text) or context_length)
     return Source(name, "folder", folder, architecture, context_length, _window(text), _count_safetensors(folder, name))
+
+
+def _longrope_start(config: Mapping[str, Any]) -> int | None:
+    """Tokens from which LongRoPE turns to other factors for the whole text: a cached key would have to turn with them."""
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in ("longrope", "su"):
+        return None
+    start = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    return start if isinstance(start, int) and start > 0 else None
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
@@ -165,6 +175,8 @@ def _gguf_source(path: Path) -> Source:
     context_length = number("context_length")
     if context_length is None:
         raise ExportError(f"{path} names no context length ({architecture}.context_length): it is no text model.")
+    if any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors):
+        context_length = min(context_length, number("rope.scaling.original_context_length") or context_length)
     parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
     return Source(path.name, "gguf", path, architecture, context_length, number("attention.sliding_window"), parameters)
 

@@ -256,3 +256,9 @@ def test_model_with_attention_in_every_layer_is_not_refused(
     tiny_target: Path, copy_checkpoint: CopyCheckpoint, architecture: str
 ):
     resolve_source(str(copy_checkpoint(tiny_target, model_type=architecture))).require_rewindable_cache(512)
+
+
+def test_longrope_is_served_up_to_where_its_factors_turn(tiny_draft: Path, copy_checkpoint: CopyCheckpoint):
+    scaling = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    folder = copy_checkpoint(tiny_draft, rope_scaling=scaling, original_max_position_embeddings=128)
+    assert resolve_source(str(folder)).context_length == 128
