@@ -173,6 +173,12 @@ def _write(folder: Path, assets: TokenizerAssets, roles: list[_Role], report: Re
     specs: dict[str, DecoderSpec] = {}
     for _source, group in itertools.groupby(roles, key=lambda role: role.source):
         specs |= _export_decoders(list(group), folder, probe, report)
+    width = specs["target"].vocab_size
+    if max(len(assets.tokens) - 1, *assets.eos_token_ids, 0) >= width:
+        raise ExportError(
+            f"The tokenizer has {len(assets.tokens)} tokens and ends a text with {list(assets.eos_token_ids)}, and the target "
+            f"knows {width} tokens: the tokenizer does not belong to the model."
+        )
     try:
         producer = f"specrt {version('specrt')}"
     except PackageNotFoundError:

@@ -416,3 +416,13 @@ def test_checkpoint_that_torch_cannot_run_is_refused(tiny_target: Path, copy_che
     with pytest.raises(ExportError, match=r"does not run in torch|could not"):
         export_bundle(str(odd), None, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_tokenizer_with_more_tokens_than_the_model_is_refused(
+    tiny_draft: Path, copy_checkpoint: CopyCheckpoint, tmp_path: Path
+):
+    folder = copy_checkpoint(tiny_draft)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 9999}))
+    with pytest.raises(ExportError, match="the tokenizer does not belong to the model"):
+        export_bundle(str(folder), None, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
