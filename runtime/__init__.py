@@ -7,14 +7,18 @@ for piece in generator.stream("Explain tides.", SamplingParams(max_new_tokens=12
     print(piece.text, end="", flush=True)
 """
 
-from .errors import BundleError, DeviceError, LogitsError, PromptError, SpecError
+from .chat import Chat
+from .errors import BundleError, DeviceError, LogitsError, PromptError, SamplingError, SpecError
 from .generation import GenerationResult, Piece
 from .generator import Generator
-from .sampling import SamplingParams
+from .logprobs import TokenLogprob
+from .sampling_params import SamplingParams
+from .session import Session
 from .stats import GenerationStats
 
 __all__ = [
     "BundleError",
+    "Chat",
     "DeviceError",
     "GenerationResult",
     "GenerationStats",
@@ -22,6 +26,9 @@ __all__ = [
     "LogitsError",
     "Piece",
     "PromptError",
+    "SamplingError",
     "SamplingParams",
+    "Session",
     "SpecError",
+    "TokenLogprob",
 ]

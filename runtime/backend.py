@@ -6,13 +6,16 @@ Neither knows what a proposal or a probability is, and nothing above this module
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .contract import DecoderSpec
 from .errors import DeviceError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ENTRY_POINT_GROUP = "runtime.backends"
 
@@ -31,6 +34,10 @@ class Context(Protocol):
         Returns:
             float32 [num_rows, vocab_size]; a view that the next run overwrites.
         """
+        ...
+
+    def copy_from(self, source: "Self", length: int) -> None:
+        """Takes over the first `length` cached tokens of another context on the same model, which keeps them."""
         ...
 
 

@@ -20,7 +20,7 @@ def check_whole(name: str, value: object, low: int) -> None:
 
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
     """Raises ValueError, naming the value and what is expected, unless it is a finite number that fits."""
-    if isinstance(value, bool | np.timedelta64) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool | np.timedelta64 | np.complexfloating) or not isinstance(value, int | float | np.number):
         raise ValueError(f"{name} is {value!r:.80}; {expected} is expected.")
     try:
         number = float(value)

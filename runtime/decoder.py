@@ -27,34 +27,41 @@ class Decoder:
     """A model with a cache that can be rewound.
 
     Attributes:
-        past_length: Tokens cached and valid. The next forward continues behind them.
-        passes: Passes run so far.
+        tokens: The cached tokens. The next forward continues behind them.
+        cancel: Checked before every pass; None for no check.
+        passes: Passes run for the text in hand.
         seconds: Time spent in them.
     """
 
-    def __init__(self, model: Model, max_length: int, *, num_rows: int, cancel: threading.Event | None = None) -> None:
+    def __init__(self, model: Model, max_length: int, *, num_rows: int) -> None:
         """Allocates the cache.
 
         Args:
             model: The loaded decoder.
             max_length: Tokens the cache must hold at most.
             num_rows: The most rows of logits one forward will be asked for.
-            cancel: Checked before every pass.
         """
         self.spec = model.spec
-        self.past_length = 0
+        self.tokens: list[int] = []
+        self.cancel: threading.Event | None = None
         self.passes = 0
         self.seconds = 0.0
+        self._model = model
         self._max_length = max_length
-        self._cancel = cancel
+        self._num_rows = num_rows
         rows_within_budget = _LOGITS_BYTES // (4 * self.spec.vocab_size)
         self._max_rows = max(num_rows, self.spec.min_rows, min(_MAX_ROWS, rows_within_budget, max_length))
         padding = self.spec.min_rows - 1
         self._context = model.open_context(max_length + padding + self.spec.spare_slots, self._max_rows)
 
+    @property
+    def past_length(self) -> int:
+        """How many tokens are cached."""
+        return len(self.tokens)
+
     def room(self) -> int:
         """Returns how many more tokens the cache can take."""
-        return self._max_length - self.past_length
+        return self._max_length - len(self.tokens)
 
     def forward(self, token_ids: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         """Feeds tokens behind the cached ones and caches them.
@@ -68,7 +75,7 @@ class Decoder:
             the last one fed.
 
         Raises:
-            LogitsError: A row that was asked for holds NaN or an infinity; the cache is as it was before.
+            LogitsError: A row that was asked for holds NaN or +inf, or nothing but -inf; the cache is as it was before.
             Cancelled: The cancel event was set.
         """
         assert 1 <= num_rows <= len(token_ids) <= self.room(), (num_rows, len(token_ids), self.room())
@@ -80,11 +87,9 @@ class Decoder:
         for begin, end in itertools.pairwise(bounds):
             if begin < end:
                 logits = self._run(tokens[begin:end], num_rows if end == len(tokens) else 0)
-        # One sum finds them all: it is finite exactly when every logit is.
-        with np.errstate(invalid="ignore"):
-            finite = np.isfinite(logits.sum(dtype=np.float64))
-        if not finite:
-            self.past_length = start
+        # The largest of a row tells: NaN is larger than all, and -inf is the largest only where there is nothing else.
+        if not np.isfinite(logits.max(axis=1)).all():
+            self.rewind_to(start)
             raise LogitsError(
                 f"The model '{self.spec.source}' ({self.spec.precision}) returned NaN or infinite logits at position "
                 f"{start + len(tokens)}: its weights are damaged or its precision overflows; check it, or export it in fp32."
@@ -93,17 +98,37 @@ class Decoder:
 
     def rewind_to(self, length: int) -> None:
         """Forgets all cached tokens from `length` on; does nothing when fewer are cached."""
-        self.past_length = min(self.past_length, length)
+        del self.tokens[length:]
+
+    def begin(self, prompt: Sequence[int], cancel: threading.Event | None) -> None:
+        """Starts a text: counts anew, and keeps what is cached of its beginning.
+
+        Args:
+            prompt: At least one token. The last one is never kept: feeding it gives the text's first row.
+            cancel: Checked before every pass from here on.
+        """
+        pairs = zip(self.tokens, prompt[:-1], strict=False)
+        differing = (length for length, (cached, token) in enumerate(pairs) if cached != token)
+        self.rewind_to(next(differing, len(prompt) - 1))
+        self.passes, self.seconds = 0, 0.0
+        self.cancel = cancel
+
+    def fork(self) -> "Decoder":
+        """Returns a decoder with a copy of the cache; neither sees what the other does from here on."""
+        copy = Decoder(self._model, self._max_length, num_rows=self._num_rows)
+        copy._context.copy_from(self._context, len(self.tokens))
+        copy.tokens = list(self.tokens)
+        return copy
 
     def _run(self, tokens: NDArray[np.int64], num_rows: int) -> NDArray[np.float32]:
-        if self._cancel is not None and self._cancel.is_set():
+        if self.cancel is not None and self.cancel.is_set():
             raise Cancelled
         padding = max(0, self.spec.min_rows - len(tokens))
         started = time.perf_counter()
         # Padding rows stand behind the real ones, which cannot see them; their cache slots are written over next time.
         padded = np.pad(tokens, (0, padding), mode="edge") if padding else tokens
-        logits = self._context.run(padded, self.past_length, num_rows + padding)[:num_rows]
+        logits = self._context.run(padded, len(self.tokens), num_rows + padding)[:num_rows]
         self.seconds += time.perf_counter() - started
         self.passes += 1
-        self.past_length += len(tokens)
+        self.tokens += tokens.tolist()
         return logits

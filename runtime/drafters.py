@@ -4,29 +4,14 @@ A drafter sees the sequence so far and nothing of the target; whatever it propos
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .acceptance import AcceptanceRule, Proposal
 from .decoder import Decoder
-from .sampling import SamplingParams, token_distributions
-from .verify import draw
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Tokens for the target to check.
-
-    Attributes:
-        tokens: [k] ids, in order.
-        probs: float32 [k, vocab_size], row i being the distribution tokens[i] was drawn from; None when nothing was
-            drawn (one-hot).
-    """
-
-    tokens: tuple[int, ...] = ()
-    probs: NDArray[np.float32] | None = None
+from .errors import SamplingError
 
 
 class Drafter(Protocol):
@@ -59,27 +44,20 @@ class ModelDrafter:
     name = "model"
 
     def __init__(
-        self,
-        decoder: Decoder,
-        params: SamplingParams,
-        random: np.random.Generator,
-        target_vocab_size: int,
-        eos_token_ids: frozenset[int],
+        self, decoder: Decoder, rule: AcceptanceRule, *, target_vocab_size: int, end_token_ids: frozenset[int]
     ) -> None:
         """Keeps a decoder of its own.
 
         Args:
-            decoder: The draft model with an empty cache.
-            params: The generation's sampling rules.
-            random: Where the draws come from.
+            decoder: The draft model; what it has cached must be a beginning of the sequence.
+            rule: How the generation's tokens are chosen.
             target_vocab_size: Width of the target's rows; the draft's are cut or filled up to it (padded vocabularies).
-            eos_token_ids: Ids behind which nothing is worth proposing.
+            end_token_ids: Ids behind which nothing is worth proposing.
         """
         self._decoder = decoder
-        self._params = params
-        self._random = random
+        self._rule = rule
         self._target_vocab_size = target_vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._end_token_ids = end_token_ids
 
     @property
     def passes(self) -> int:
@@ -92,7 +70,11 @@ class ModelDrafter:
         return self._decoder.seconds
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
-        """Draws tokens one by one, each fed back; stops early behind an end-of-text token and where the context ends."""
+        """Chooses tokens one by one, each fed back.
+
+        It stops early behind a token that ends the text, where the context ends, and where the sampling rules leave the draft
+        no token.
+        """
         decoder = self._decoder
         missing = sequence[decoder.past_length :]
         if max(missing) >= decoder.spec.vocab_size:
@@ -102,13 +84,17 @@ class ModelDrafter:
         rows: list[NDArray[np.float32]] = []
         for _ in range(num_tokens):
             logits = self._fit(decoder.forward(missing, 1))
-            row = token_distributions(logits, sequence, tokens, self._params)[0]
-            tokens.append(int(row.argmax()) if self._params.greedy else draw(row, self._random.random()))
-            rows.append(row)
-            if tokens[-1] in self._eos_token_ids:
+            try:
+                token, row = self._rule.propose(logits, sequence, tokens)
+            except SamplingError:
+                break
+            tokens.append(token)
+            if row is not None:
+                rows.append(row)
+            if token in self._end_token_ids:
                 break
             missing = tokens[-1:]
-        return Proposal(tuple(tokens), None if self._params.greedy or not rows else np.stack(rows))
+        return Proposal(tuple(tokens), np.stack(rows) if rows else None)
 
     def rewind_to(self, length: int) -> None:
         """Drops cached tokens from `length` on."""

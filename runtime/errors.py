@@ -19,3 +19,16 @@ class DeviceError(SpecError, RuntimeError):
 
 class LogitsError(SpecError, ArithmeticError):
     """A model returned NaN or infinite logits, so no token can be drawn from them."""
+
+
+class SamplingError(SpecError, ValueError):
+    """The sampling rules forbid every token at some place of a text.
+
+    Attributes:
+        row: Which of the rows that were asked for has no token left, the first such one.
+    """
+
+    def __init__(self, sentence: str, row: int) -> None:
+        """Keeps the row."""
+        super().__init__(sentence)
+        self.row = row

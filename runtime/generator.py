@@ -5,26 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .backend import Model, open_backend
+from .chat import Chat
 from .checks import is_whole
-from .decoder import Decoder
-from .drafters import Drafter, LookupDrafter, ModelDrafter, NoDrafter
-from .errors import BundleError, PromptError
-from .generation import Generation, GenerationResult, Piece
+from .errors import BundleError
+from .generation import GenerationResult, Piece
 from .manifest import load_bundle
-from .sampling import SamplingParams
-from .tokenizer import Tokenizer
+from .pair import DecoderPair
+from .sampling_params import SamplingParams
+from .session import Session, check_prompt_length, checked_params, last_result
+from .tokenizer import Tokenizer, check_messages
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
+    from .pair import Prompt
 
-    Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
-
-DRAFTERS = ("model", "lookup", "off")
 DEFAULT_NUM_DRAFT_TOKENS = 4
-MAX_NUM_DRAFT_TOKENS = 64
 
 
 class Generator:
@@ -58,13 +53,34 @@ class Generator:
             ValueError: An unknown drafter, a drafter that needs a draft model where there is none, or a number of tokens
                 out of range.
         """
-        self.target = target
-        self.draft = draft
-        self.tokenizer = tokenizer
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._drafter = ("lookup" if draft is None else "model") if drafter is None else drafter
-        self._num_draft_tokens = num_draft_tokens
-        self._check_drafting(self._drafter, num_draft_tokens)
+        default = "lookup" if draft is None else "model"
+        self._pair = DecoderPair(
+            target, draft, tokenizer, frozenset(eos_token_ids), default if drafter is None else drafter, num_draft_tokens
+        )
+
+    @property
+    def target(self) -> Model:
+        """The model whose text is generated."""
+        return self._pair.target
+
+    @property
+    def draft(self) -> Model | None:
+        """The model that proposes, if there is one."""
+        return self._pair.draft
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of both models."""
+        return self._pair.tokenizer
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return self._pair.eos_token_ids
+
+    def prompt_tokens(self, prompt: "Prompt") -> list[int]:
+        """Returns a prompt's token ids; see `stream` for what a prompt is, and for the errors."""
+        return self._pair.prompt_tokens(prompt)
 
     @classmethod
     def from_bundle(
@@ -125,11 +141,7 @@ class Generator:
         cancel: threading.Event | None = None,
     ) -> GenerationResult:
         """Generates a whole text; arguments and errors are those of `stream`."""
-        result = None
-        for piece in self.stream(prompt, params, drafter=drafter, num_draft_tokens=num_draft_tokens, cancel=cancel):
-            result = piece.result
-        assert result is not None, "a stream that ends has a result"
-        return result
+        return last_result(self.stream(prompt, params, drafter=drafter, num_draft_tokens=num_draft_tokens, cancel=cancel))
 
     def stream(
         self,
@@ -158,23 +170,49 @@ class Generator:
             ValueError: An unknown drafter or a number of tokens out of range.
             LogitsError: While iterating: a model returned NaN or infinite logits. The generator stays usable.
         """
-        # Checked here and not in a generator function, so that a bad call fails where it stands.
-        if not isinstance(params, SamplingParams | None):
-            raise ValueError(f"params is {params!r:.80}; SamplingParams are expected, or None.")
-        if cancel is not None and not (callable(getattr(cancel, "is_set", None)) and not isinstance(cancel, type)):
-            raise ValueError(f"cancel is {cancel!r:.80}; a threading.Event is expected, or None.")
-        return self._start(
-            self._prompt_tokens(prompt),
-            params or SamplingParams(),
-            self._drafter if drafter is None else drafter,
-            self._num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
-            cancel,
-        ).pieces()
+        pair = self._pair
+        params = checked_params(params)
+        tokens = pair.prompt_tokens(prompt)
+        context_length = pair.target.spec.context_length
+        check_prompt_length(len(tokens), context_length)
+        session = Session(pair, min(context_length, len(tokens) + params.max_new_tokens))
+        return session.stream(tokens, params, drafter=drafter, num_draft_tokens=num_draft_tokens, cancel=cancel)
+
+    def session(self, *, max_length: int | None = None) -> Session:
+        """Returns caches for texts that follow each other: a prompt that begins like the text before it costs what is new.
+
+        Args:
+            max_length: The most tokens of prompt and text together; None for the target's whole context. Memory is taken as
+                it is used.
+
+        Raises:
+            ValueError: Fewer than 2, or more than the context.
+        """
+        context_length = self._pair.target.spec.context_length
+        if max_length is not None and (not is_whole(max_length) or not 2 <= max_length <= context_length):
+            raise ValueError(
+                f"max_length is {max_length!r:.80}; a number from 2 to the context's {context_length} is expected."
+            )
+        return Session(self._pair, context_length if max_length is None else max_length)
+
+    def chat(self, messages: Sequence[Mapping[str, str]] = (), *, max_length: int | None = None) -> Chat:
+        """Returns a conversation that keeps its caches between turns.
+
+        Args:
+            messages: What has been said, a system message for instance, each with the strings "role" and "content".
+            max_length: See `session`.
+
+        Raises:
+            PromptError: The messages are not of this form.
+            ValueError: See `session`.
+        """
+        check_messages(messages, at_least=0)
+        return Chat(self.session(max_length=max_length), messages)
 
     def describe(self) -> dict[str, str]:
         """Returns what runs where, for people: engines, threads, precision, exactness, memory of a cached token."""
-        described = {"drafter": self._drafter, "num_draft_tokens": str(self._num_draft_tokens)}
-        for role, model in (("target", self.target), ("draft", self.draft)):
+        described = {"drafter": self._pair.drafter, "num_draft_tokens": str(self._pair.num_draft_tokens)}
+        for role, model in (("target", self._pair.target), ("draft", self._pair.draft)):
             if model is not None:
                 spec = model.spec
                 described[role] = f"{spec.source}, {spec.precision}, {spec.lowering} lowering; {model.description}"
@@ -183,80 +221,6 @@ class Generator:
                 )
                 described[f"{role} cache"] = f"{spec.cache_bytes_per_token / 1024:.0f} KiB a token"
         return described
-
-    def _prompt_tokens(self, prompt: "Prompt") -> list[int]:
-        if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt)
-        elif (
-            not isinstance(prompt, Sequence | np.ndarray)
-            or isinstance(prompt, bytes | bytearray)
-            or getattr(prompt, "ndim", 1) != 1
-        ):
-            raise PromptError(f"The prompt is {prompt!r:.80}; a string, a list of messages or a list of token ids is expected.")
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        else:
-            tokens = _checked_token_ids(prompt, self.target.spec.vocab_size)
-        if not tokens:
-            raise PromptError("The prompt is empty: give a string, chat messages or token ids that make at least one token.")
-        context = self.target.spec.context_length
-        if len(tokens) >= context:
-            raise PromptError(
-                f"The prompt has {len(tokens)} tokens and the context holds {context}, one of them for the answer: "
-                f"shorten the prompt by {len(tokens) - context + 1} tokens or more, or export with a larger --max-length."
-            )
-        return tokens
-
-    def _start(
-        self, prompt: list[int], params: SamplingParams, drafter: str, num_draft_tokens: int, cancel: threading.Event | None
-    ) -> Generation:
-        self._check_drafting(drafter, num_draft_tokens)
-        max_new_tokens = min(params.max_new_tokens, self.target.spec.context_length - len(prompt))
-        max_length = len(prompt) + max_new_tokens
-        random = np.random.Generator(np.random.Philox(params.seed))
-        target = Decoder(self.target, max_length, num_rows=num_draft_tokens + 1, cancel=cancel)
-        return Generation(
-            target,
-            self._new_drafter(drafter, params, max_length, random, cancel),
-            prompt,
-            params,
-            num_draft_tokens=num_draft_tokens,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=self._ends_of(params),
-            decode=self.tokenizer.decode,
-            random=random,
-        )
-
-    def _new_drafter(
-        self, name: str, params: SamplingParams, max_length: int, random: np.random.Generator, cancel: threading.Event | None
-    ) -> Drafter:
-        if name == "off":
-            return NoDrafter()
-        if name == "lookup":
-            return LookupDrafter()
-        assert self.draft is not None, "checked by _check_drafting"
-        decoder = Decoder(self.draft, min(max_length, self.draft.spec.context_length), num_rows=1, cancel=cancel)
-        return ModelDrafter(decoder, params, random, self.target.spec.vocab_size, self._ends_of(params))
-
-    def _ends_of(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset() if params.ignore_eos else self._eos_token_ids
-
-    def _check_drafting(self, drafter: str, num_draft_tokens: int) -> None:
-        if not isinstance(drafter, str) or drafter not in DRAFTERS:
-            raise ValueError(f"The drafter '{drafter}' is unknown; there are {', '.join(DRAFTERS)}.")
-        if drafter == "model" and self.draft is None:
-            raise ValueError("The drafter 'model' needs a draft model, and this generator was loaded without one.")
-        if not is_whole(num_draft_tokens) or not 0 <= num_draft_tokens <= MAX_NUM_DRAFT_TOKENS:
-            raise ValueError(
-                f"num_draft_tokens is {num_draft_tokens!r}; a whole number from 0 to {MAX_NUM_DRAFT_TOKENS} is expected."
-            )
-
-
-def _checked_token_ids(prompt: Sequence[object], vocab_size: int) -> list[int]:
-    for token in prompt:
-        if not is_whole(token) or not 0 <= token < vocab_size:
-            raise PromptError(f"The prompt holds {token!r}; token ids from 0 to {vocab_size - 1} are expected.")
-    return [int(token) for token in prompt]  # type: ignore[call-overload]
 
 
 def _check_tokenizer(tokenizer: Tokenizer, recorded: int, vocab_size: int, folder: Path) -> None:

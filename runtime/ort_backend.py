@@ -107,10 +107,10 @@ class OrtContext:
         self._logits = np.empty((max_rows, spec.vocab_size), np.float32)
         self._binding = session.io_binding()
         shape = (1, spec.num_key_value_heads, capacity, spec.head_size)
-        self._caches = []
+        self.caches = []
         for past_name, present_name in spec.names.cache_pairs(spec.num_layers):
             cache = _aligned_zeros(shape, np.dtype(spec.cache_dtype))
-            self._caches.append(cache)
+            self.caches.append(cache)
             self._binding.bind_input(past_name, "cpu", 0, cache.dtype.type, shape, cache.ctypes.data)
             self._binding.bind_output(present_name, "cpu", 0, cache.dtype.type, shape, cache.ctypes.data)
 
@@ -130,6 +130,11 @@ class OrtContext:
                 f"ONNX Runtime failed in a pass of {rows} rows behind {past_length} cached tokens: {_first_line(error)}"
             ) from error
         return self._logits[rows - num_rows : rows]
+
+    def copy_from(self, source: "OrtContext", length: int) -> None:
+        """Copies cached tokens; see Context.copy_from."""
+        for mine, theirs in zip(self.caches, source.caches, strict=True):
+            mine[:, :, :length] = theirs[:, :, :length]
 
 
 def _available_cores() -> int:

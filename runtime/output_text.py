@@ -86,7 +86,7 @@ class IncrementalDecoder:
 
 
 class OutputText:
-    """The text of one generation as it grows, cut before the first stop string.
+    """The text of one generation as it grows, cut before, or behind, the first stop string.
 
     Of several stop strings the one that is complete first wins, reading character by character; of those complete at the same
     character the longest, so that nothing of a stop string is left over. Thus the cut depends on the text alone. A rule by
@@ -94,22 +94,33 @@ class OutputText:
     three.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
         """Starts an empty text.
 
         Args:
             decode: Turns ids into text, with U+FFFD for bytes that are not UTF-8; special tokens left out or not, as it likes.
-            stop: Strings that end the text, and are themselves left out.
+            stop: Strings that end the text.
             context: The prompt's ids, for decoders that strip the space before the first token. Its text is neither handed
                 out nor searched, and should end with a whole character; only the last 32 ids are looked at.
+            include_stop: Whether the stop string itself stands in the text.
 
         Raises:
             ValueError: `stop` is a lone string, or an entry of it is no string, empty, or holds U+FFFD.
         """
         _check_stop(stop)
         self._stop = tuple(stop)
-        self._decoder: IncrementalDecoder | None = IncrementalDecoder(decode, context)  # None once the text has ended
+        self._include_stop = include_stop
+        self._decoder = IncrementalDecoder(decode, context)
+        self._ended = False
         self._taken: list[str] = []
+        self._early = 0  # characters handed out by `flush` before they were certain
         self._ready = ""
         self._held = ""  # settled text that could be the beginning of a stop string
 
@@ -117,45 +128,54 @@ class OutputText:
         """Adds one id.
 
         Returns:
-            True when this id completes a stop string: the text has ended, and `take` and `text` end before it.
+            True when this id completes a stop string: the text has ended.
 
         Raises:
-            RuntimeError: The text has already ended, by a stop string or by `finish`.
+            RuntimeError: The text has already ended by a stop string.
         """
-        if self._decoder is None:
+        if self._ended:
             raise RuntimeError(f"Token {token_id} comes after the end of the text: start a new OutputText.")
         text = self._held + self._decoder.append(token_id)
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        found = [(end, start) for stop in self._stop if (start := text.find(stop)) >= 0 for end in [start + len(stop)]]
         if found:
-            self._decoder = None
-            cut = min(found)[1]
+            self._ended = True
+            end, start = min(found)
+            self._ready += text[: end if self._include_stop else start]
+            self._held = ""
         else:
-            cut = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._ready += text[:cut]
-        self._held = "" if found else text[cut:]
+            certain = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+            self._ready += text[:certain]
+            self._held = text[certain:]
         return bool(found)
 
     def take(self) -> str:
         """Returns the text since the last call that is certain: whole characters that cannot belong to a stop string."""
-        new, self._ready = self._ready, ""
-        if new:
-            self._taken.append(new)
+        new = self._ready[self._early :]
+        self._early = max(0, self._early - len(self._ready))
+        self._taken.append(self._ready)
+        self._ready = ""
         return new
 
-    def finish(self) -> str:
-        """Ends the text and returns what `take` has not: text that was held back, and U+FFFD for an unfinished character."""
-        self._ready += self._held + self._unfinished()
-        self._held = ""
-        self._decoder = None
-        return self.take()
+    def flush(self) -> str:
+        """Returns what `take` has not, as if the text ended here: text that was held back, U+FFFD for an unfinished character.
+
+        The text may go on all the same: what has been handed out is then not handed out again, though a stop string may
+        turn out to begin in it, or U+FFFD to be the beginning of a character.
+        """
+        new = self.take()
+        unfinished = self._unfinished()
+        early = (self._held + unfinished)[self._early :]
+        # However many U+FFFD an unfinished character reads as, it will be one character.
+        self._early = max(self._early, len(self._held) + bool(unfinished))
+        return new + early
 
     @property
     def text(self) -> str:
-        """Everything so far as if it ended here, handed out or not, without the stop string. Joined anew in each call."""
+        """Everything so far as if it ended here, handed out or not. Joined anew in each call."""
         return "".join(self._taken) + self._ready + self._held + self._unfinished()
 
     def _unfinished(self) -> str:
-        return self._decoder.unfinished if self._decoder is not None else ""
+        return "" if self._ended else self._decoder.unfinished
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,143 +1,144 @@
-"""Sampling rules: from rows of logits to rows of probabilities.
+"""From rows of logits to the distributions tokens are drawn from.
 
-The same function serves the target's rows and the draft's, each row with the tokens that stand before it. Order and
-meaning are those of transformers: repetition penalty, temperature, top-k, top-p, min-p.
+One sampler serves the target's rows and the draft's. Every row is judged by the tokens that stand before it: row i of a block
+has the block's own first i tokens in its history.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import check_number, check_whole
+from . import filters, penalties
+from .errors import SamplingError
+from .sampling_params import SamplingParams
 
 Logits = NDArray[np.float32]
-# Outside these float32 has no precise numbers; at them, sampling is greedy, or uniform, long since.
-_TEMPERATURES = (1e-30, 1e30)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen and when a text ends.
+class Sampler:
+    """The rules of one text, ready to be applied."""
 
-    Attributes:
-        max_new_tokens: The most tokens to generate, at least 1.
-        temperature: 0 takes the most probable token (greedy); above 0 the logits are divided by it.
-        top_k: Keep only the k most probable tokens; 0 keeps all.
-        top_p: Keep the fewest most probable tokens whose probabilities sum to at least this; 1 keeps all.
-        min_p: Keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
-        repetition_penalty: Above 1 makes tokens that already stand in the prompt or the text less likely (Keskar et al.
-            2019): positive logits are divided by it, negative ones multiplied.
-        seed: Makes sampled text repeatable; None draws a fresh seed.
-        stop: Strings that end the text; none of them stands in it.
-        ignore_eos: Go on past the model's end-of-text tokens, for measurements.
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_length: int = 0,
+        end_token_ids: Iterable[int] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """Prepares the rules.
 
-    Raises:
-        ValueError: A value outside its range; the sentence names it.
-    """
+        Args:
+            params: The rules; its bad_words are looked at in the form of the last argument only.
+            prompt_length: Tokens of the history that are prompt: those behind them count as the new text.
+            end_token_ids: Tokens that are forbidden before params.min_new_tokens.
+            bad_words: Runs of ids that are never completed.
+        """
+        self._params = params
+        self._prompt_length = prompt_length
+        self._end_token_ids = np.array(sorted(end_token_ids), np.int64)
+        self._bad_words = tuple(bad_words)
+        self._biased = np.array(list(params.logit_bias), np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), np.float64)
+        self._filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
+        self._changes_logits = (
+            bool(params.logit_bias or bad_words or params.no_repeat_ngram_size or params.min_new_tokens)
+            or params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        )
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
+    def scores(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> Logits:
+        """Applies the rules that change logits: penalties, bias, and what is forbidden.
 
-    def __post_init__(self) -> None:
-        """Refuses values outside their range."""
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop is {self.stop!r}; a string, or a list of strings, of at least one character is expected.")
-        object.__setattr__(self, "stop", tuple(stop))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; True or False is expected.")
-        check_whole("max_new_tokens", self.max_new_tokens, 1)
-        check_whole("top_k", self.top_k, 0)
-        if self.seed is not None:
-            check_whole("seed", self.seed, 0)
-        check_number("temperature", self.temperature, "a finite number of at least 0", lambda value: value >= 0)
-        check_number("top_p", self.top_p, "a number above 0 and at most 1", lambda value: 0 < value <= 1)
-        check_number("min_p", self.min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-        check_number("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda value: value > 0)
+        Args:
+            logits: float32 [rows, vocab_size]; not changed.
+            history: Prompt and text so far.
+            block: Tokens behind it that are not decided yet. The rows end with it: the last row's place is behind the
+                whole block, the row before it is behind all but its last token, and so on.
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every distribution is one-hot."""
-        return self.temperature == 0
+        Returns:
+            float32 [rows, vocab_size], -inf where a token is forbidden; `logits` itself when no such rule is set.
 
+        Raises:
+            SamplingError: A row has no token left.
+        """
+        if not self._changes_logits:
+            return logits
+        scores = logits.copy()
+        tokens = np.array([*history, *block], np.int64)
+        first = len(tokens) - (len(scores) - 1)
+        for length, row in enumerate(scores, start=first):
+            self._change(row, tokens[:length])
+        empty = np.isneginf(scores.max(axis=1))
+        if empty.any():
+            row = int(empty.argmax())
+            raise SamplingError(
+                f"The sampling rules leave no token to choose at position {first + row}: bad_words, no_repeat_ngram_size, "
+                "min_new_tokens and logit_bias together forbid all of them; relax one.",
+                row,
+            )
+        return scores
 
-def token_distributions(logits: Logits, history: Sequence[int], block: Sequence[int], params: SamplingParams) -> Logits:
-    """Applies the sampling rules row by row.
+    def weights(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> Logits:
+        """Applies all rules, for a temperature above 0; arguments and errors are those of `scores`.
 
-    Args:
-        logits: float32 [rows, vocab_size]; not changed.
-        history: Prompt and text so far.
-        block: Tokens behind it that are not decided yet. The rows end with it: the last row's place is behind the whole
-            block, the row before it is behind all but its last token, and so on.
-        params: The rules.
+        Returns:
+            float32 [rows, vocab_size], a new array: probabilities up to a factor for each row, 0 where a token is dropped.
+        """
+        return self._ruled(self.scores(logits, history, block), normalised=False)
 
-    Returns:
-        float32 [rows, vocab_size]; each row sums to 1, one-hot where the rules are greedy.
-    """
-    if params.repetition_penalty != 1:
-        logits = _penalise_repetition(logits, history, block, params.repetition_penalty)
-    if params.greedy:
-        probabilities = np.zeros_like(logits)
-        probabilities[np.arange(len(logits)), logits.argmax(axis=1)] = 1
-        return probabilities
-    probabilities = _softmax(logits, params.temperature)
-    if 0 < params.top_k < logits.shape[1]:
-        probabilities = _keep_top_k(probabilities, params.top_k)
-    if params.top_p < 1:
-        probabilities = _keep_top_p(probabilities, params.top_p)
-    if params.min_p > 0:
-        floor = params.min_p * probabilities.max(axis=1, keepdims=True)
-        probabilities = _renormalised(np.where(probabilities >= floor, probabilities, 0))
-    return probabilities
+    def distributions(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> Logits:
+        """Applies all rules, for a temperature above 0; arguments and errors are those of `scores`.
 
+        Returns:
+            float32 [rows, vocab_size], a new array; each row sums to 1.
+        """
+        return self._ruled(self.scores(logits, history, block), normalised=True)
 
-def _penalise_repetition(logits: Logits, history: Sequence[int], block: Sequence[int], penalty: float) -> Logits:
-    penalised = logits.copy()
-    shared = len(block) - (len(logits) - 1)
-    seen = {*history, *block[:shared]}
-    for row, token in zip(penalised, (None, *block[shared:]), strict=True):
-        if token is not None:
-            seen.add(token)
-        tokens = np.fromiter((token for token in seen if token < len(row)), np.int64)
-        values = row[tokens].astype(np.float64)
-        with np.errstate(over="ignore"):
-            row[tokens] = np.clip(np.where(values > 0, values / penalty, values * penalty), -_LARGEST, _LARGEST)
-    return penalised
+    def _ruled(self, scores: Logits, *, normalised: bool) -> Logits:
+        if not self._filters:
+            weights = filters.weights_of(scores, self._params.temperature)
+            if normalised:
+                weights /= weights.sum(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
+            return weights
+        rows = np.zeros_like(scores)
+        for row, score in zip(rows, scores, strict=True):
+            tokens, kept = self._filtered(score)
+            row[tokens] = kept / np.float32(kept.sum(dtype=np.float64)) if normalised else kept
+        return rows
 
+    def _filtered(self, row: Logits) -> tuple[NDArray[np.intp], filters.Weights]:
+        """Returns the tokens of a row that the filters keep, and their weights."""
+        params = self._params
+        # By the logits already: the order is the same, and the rest needs no exponential.
+        tokens = filters.top_k(row, params.top_k) if params.top_k else None
+        weights = filters.weights_of(row if tokens is None else row[tokens], params.temperature)
+        for keep, bound, unbounded in (
+            (filters.top_p, params.top_p, 1),
+            (filters.min_p, params.min_p, 0),
+            (filters.typical_p, params.typical_p, 1),
+        ):
+            if bound != unbounded:
+                kept = np.flatnonzero(keep(weights, bound))
+                tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+        assert tokens is not None, "called only where a filter is set"
+        return tokens, weights
 
-def _softmax(logits: Logits, temperature: float) -> Logits:
-    # The largest logit becomes 0 first, so that the smallest temperature overflows to -inf at most, which is probability 0.
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    with np.errstate(over="ignore"):
-        shifted /= np.float32(np.clip(temperature, *_TEMPERATURES))
-    return _renormalised(np.exp(shifted))
-
-
-def _keep_top_k(probabilities: Logits, top_k: int) -> Logits:
-    # Tokens as probable as the k-th stay too, as in transformers.
-    kth = np.partition(probabilities, -top_k, axis=1)[:, -top_k, None]
-    return _renormalised(np.where(probabilities >= kth, probabilities, 0))
-
-
-def _keep_top_p(probabilities: Logits, top_p: float) -> Logits:
-    order = np.argsort(-probabilities, axis=1, kind="stable")
-    descending = np.take_along_axis(probabilities, order, axis=1)
-    before = np.cumsum(descending, axis=1, dtype=np.float64) - descending
-    kept = np.zeros_like(probabilities)
-    np.put_along_axis(kept, order, np.where(before < top_p, descending, 0), axis=1)
-    return _renormalised(kept)
-
-
-def _renormalised(weights: Logits) -> Logits:
-    totals: Logits = weights.sum(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
-    return weights / totals
+    def _change(self, row: penalties.Row, seen: penalties.Tokens) -> None:
+        """Applies the rules to one row, in the order SamplingParams tells."""
+        params = self._params
+        generated = seen[self._prompt_length :]
+        if len(self._biased):
+            penalties.add_bias(row, self._biased, self._bias)
+        if params.repetition_penalty != 1:
+            penalties.penalise_repetition(row, seen, params.repetition_penalty)
+        if params.presence_penalty != 0 or params.frequency_penalty != 0:
+            penalties.penalise_frequency(row, generated, params.presence_penalty, params.frequency_penalty)
+        if params.no_repeat_ngram_size:
+            penalties.forbid_repeated_ngrams(row, seen, params.no_repeat_ngram_size)
+        if self._bad_words:
+            penalties.forbid_words(row, seen, self._bad_words)
+        if len(generated) < params.min_new_tokens:
+            penalties.forbid(row, self._end_token_ids)

@@ -9,6 +9,7 @@ class GenerationStats:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
+        cached_tokens: How many of them, the first ones, the target had cached from a text before.
         new_tokens: Tokens generated, an end-of-text token included.
         rounds: Rounds, so target passes that judged something.
         proposed_tokens: Tokens proposed.
@@ -27,6 +28,7 @@ class GenerationStats:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
     rounds: int = 0
     proposed_tokens: int = 0
@@ -43,22 +45,32 @@ class GenerationStats:
     first_round_tokens: int = 0
     total_seconds: float = 0.0
 
-    def count_round(self, num_proposed: int, num_accepted: int, num_kept: int) -> None:
-        """Counts one round of which the first `num_kept` of its num_accepted + 1 tokens stand in the text."""
-        accepted = min(num_accepted, num_kept)
+    def count_round(self, num_proposed: int) -> None:
+        """Counts one round and what it proposed."""
         self.rounds += 1
-        self.new_tokens += num_kept
         self.proposed_tokens += num_proposed
-        self.accepted_tokens += accepted
-        if num_kept > num_accepted:
-            if num_accepted < num_proposed:
+        for counts in (self.proposed_by_position, self.accepted_by_position):
+            counts.extend([0] * (num_proposed - len(counts)))
+        for position in range(num_proposed):
+            self.proposed_by_position[position] += 1
+
+    def count_kept(self, num_proposed: int, num_accepted: int, kept: range) -> None:
+        """Counts tokens of a round that came to stand in the text.
+
+        Args:
+            num_proposed: Tokens the round proposed.
+            num_accepted: How many of them, the first ones, it accepted.
+            kept: Which of its num_accepted + 1 tokens now stand in the text.
+        """
+        self.new_tokens += len(kept)
+        for place in kept:
+            if place < num_accepted:
+                self.accepted_tokens += 1
+                self.accepted_by_position[place] += 1
+            elif num_accepted < num_proposed:
                 self.correction_tokens += 1
             else:
                 self.bonus_tokens += 1
-        for counts, length in ((self.proposed_by_position, num_proposed), (self.accepted_by_position, accepted)):
-            counts.extend([0] * (num_proposed - len(counts)))
-            for position in range(length):
-                counts[position] += 1
 
     @property
     def acceptance_rate(self) -> float:

@@ -77,15 +77,26 @@ class Tokenizer:
             eos_token=spec.eos_token,
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, all of them, with BOS where the tokenizer's post-processor adds it.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of `text`, all of them.
 
-        Special tokens written out in the text become their ids.
+        Args:
+            text: Special tokens written out in it become their ids.
+            add_special_tokens: Whether the tokenizer's post-processor adds what it does, BOS for instance.
 
         Raises:
             PromptError: `text` is no string, or holds half of a surrogate pair, which UTF-8 cannot write.
         """
-        return self._encode(text, add_special_tokens=True)
+        if not isinstance(text, str):
+            raise PromptError(f"The prompt's text is a {type(text).__name__}; a string is expected.")
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            position = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            raise PromptError(
+                f"The prompt's text holds half of a surrogate pair at character {position}, not a character: remove it."
+            ) from error
+        return list(encoding.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Returns the ids of the rendered messages; special tokens are those that the template wrote, none is added.
@@ -94,7 +105,7 @@ class Tokenizer:
             BundleError: As in `render_chat`.
             PromptError: As in `render_chat` and `encode`.
         """
-        return self._encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Renders the chat template up to where the model's answer begins.
@@ -108,7 +119,7 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise PromptError("The bundle has no chat template, so it takes no messages: give the prompt as a string.")
-        _check_messages(messages)
+        check_messages(messages)
         template = self._template
         try:
             return template.render(
@@ -140,18 +151,6 @@ class Tokenizer:
         once, twice = (self._tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return str(raw if "\ufffd" in twice else twice[len(once) :])
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise PromptError(f"The prompt's text is a {type(text).__name__}; a string is expected.")
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:
-            position = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-            raise PromptError(
-                f"The prompt's text holds half of a surrogate pair at character {position}, not a character: remove it."
-            ) from error
-        return list(encoding.ids)
-
     @cached_property
     def _template(self) -> "jinja2.Template":
         import jinja2  # 40 ms, so only where a chat is rendered
@@ -164,11 +163,12 @@ class Tokenizer:
             ) from error
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def check_messages(messages: Sequence[Mapping[str, str]], *, at_least: int = 1) -> None:
+    """Raises PromptError unless these are messages, each with the strings "role" and "content", and enough of them."""
     form = 'a list of {"role": string, "content": string} is expected.'
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise PromptError(f"The messages are a {type(messages).__name__}; {form}")
-    if not messages:
+    if len(messages) < at_least:
         raise PromptError(f"There are no messages; {form}")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from .acceptance import Proposal
 from .speculation import Round
-from .verify import Probabilities
+from .verify import Drawing, Probabilities, Verification
 
 _HEAD = 3
 
@@ -26,25 +27,45 @@ def trace_lines(number: int, done: Round, num_kept: int, token_text: Callable[[i
     def named(token: int) -> str:
         return f"{token_text(token)!r}"
 
-    proposal, verification = done.proposal, done.verification
+    proposal, verification, drawing = done.proposal, done.verification, done.verification.drawing
     proposed = " ".join(map(named, proposal.tokens)) or "nothing"
     yield f"round {number}: proposed {proposed}"
-    for i, probability in enumerate(verification.acceptance_probabilities):
-        token = proposal.tokens[i]
-        draft = 1.0 if proposal.probs is None else float(proposal.probs[i, token])
-        accepted = i < verification.num_accepted
-        yield (
-            f"  {named(token):<14} target {done.target_probs[i, token]:.3f}  draft {draft:.3f}"
-            f"{' (one-hot)' if proposal.probs is None else ''}  acceptance {probability:.3f}  drawn {done.uniforms[i]:.3f}"
-            f"  -> {'accepted' if accepted else 'refused'}"
-        )
-    added, drawn = named(verification.next_token), f"drawn {done.uniforms[-1]:.3f}"
-    if verification.residual is not None:
-        yield f"  residual {_head(verification.residual, token_text)}  {drawn}  -> correction {added}"
+    if drawing is None:
+        yield from _choices(done, named)
     else:
-        yield f"  target   {_head(done.target_probs[-1], token_text)}  {drawn}  -> bonus {added}"
+        yield from _drawings(proposal, drawing, verification, token_text)
     if num_kept < len(done.tokens):
         yield f"  the text ends with {named(done.tokens[num_kept - 1])}: {len(done.tokens) - num_kept} dropped behind it"
+
+
+def _choices(done: Round, named: Callable[[int], str]) -> Iterator[str]:
+    verification = done.verification
+    for token in done.proposal.tokens[: verification.num_accepted]:
+        yield f"  {named(token):<14} the target's choice too  -> accepted"
+    for token in done.proposal.tokens[verification.num_accepted :][:1]:
+        yield f"  {named(token):<14} not the target's choice  -> refused"
+    if verification.next_token is not None:
+        yield f"  target's choice {named(verification.next_token)}"
+
+
+def _drawings(
+    proposal: Proposal, drawing: Drawing, verification: Verification, token_text: Callable[[int], str]
+) -> Iterator[str]:
+    for i, probability in enumerate(drawing.acceptance_probabilities):
+        token = proposal.tokens[i]
+        draft = 1.0 if proposal.probs is None else float(proposal.probs[i, token])
+        yield (
+            f"  {token_text(token)!r:<14} target {drawing.target_probs[i, token]:.3f}  draft {draft:.3f}"
+            f"{' (one-hot)' if proposal.probs is None else ''}  acceptance {probability:.3f}  drawn {drawing.uniforms[i]:.3f}"
+            f"  -> {'accepted' if i < verification.num_accepted else 'refused'}"
+        )
+    if verification.next_token is None:
+        return
+    added, drawn = repr(token_text(verification.next_token)), f"drawn {drawing.uniforms[-1]:.3f}"
+    if drawing.residual is not None:
+        yield f"  residual {_head(drawing.residual, token_text)}  {drawn}  -> correction {added}"
+    else:
+        yield f"  target   {_head(drawing.target_probs[-1], token_text)}  {drawn}  -> bonus {added}"
 
 
 def _head(row: Probabilities, token_text: Callable[[int], str]) -> str:

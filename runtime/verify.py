@@ -7,9 +7,13 @@ replaced by a draw from the residual, max(0, target_probs[i] - draft_probs[i]) n
 If none is refused, one more token is drawn from target_probs[k]. Each token then follows the target's own law, whatever
 the draft proposed (Leviathan et al. 2023, theorem 1; Chen et al. 2023).
 
-A proposal that was not drawn at all (greedy drafting, a lookup) is one-hot: its draft probability is 1, so it is accepted
-with the target's probability, and the residual is the target's row without it. Greedy targets are one-hot rows. There is
-no other rule for them.
+A proposal that was not drawn at all (a lookup) is one-hot: its draft probability is 1, so it is accepted with the target's
+probability, and the residual is the target's row without it.
+
+Where the target chooses a token itself, by its largest logit or with noise that both models share, there is nothing to
+draw: a proposed token is accepted when it is the one chosen. Greedy text is the case without noise. The chance that two
+coupled choices agree is at least (1 - d) / (1 + d), d being the total variation distance of the two rows, where the
+rejection rule reaches 1 - d (Daliri, Musco & Suresh 2024, theorem 3).
 """
 
 from collections.abc import Sequence
@@ -19,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Probabilities = NDArray[np.floating]
+_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,29 @@ class Verification:
 
     Attributes:
         num_accepted: Proposed tokens accepted, 0 to k; they are the first ones.
-        next_token: The token behind them: the correction when num_accepted < k, the bonus otherwise.
+        next_token: The token behind them: the correction when num_accepted < k, the bonus otherwise. None where the sampling
+            rules leave nothing that could stand there.
+        drawing: What was drawn, and from what; None where the target chose by itself.
+    """
+
+    num_accepted: int
+    next_token: int | None
+    drawing: "Drawing | None" = None
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The numbers behind a verification by the rejection rule.
+
+    Attributes:
+        target_probs: [k + 1, vocab_size], as given to `verify`.
+        uniforms: float [k + 1], as given to `verify`.
         acceptance_probabilities: float [min(num_accepted + 1, k)], one for each token that was judged.
         residual: [vocab_size], what the correction was drawn from; None when nothing was refused.
     """
 
-    num_accepted: int
-    next_token: int
+    target_probs: Probabilities
+    uniforms: Sequence[float] | NDArray[np.float64]
     acceptance_probabilities: tuple[float, ...]
     residual: Probabilities | None
 
@@ -72,8 +93,29 @@ def verify(
         if uniforms[i] >= judged[-1]:
             draft_row = _one_hot(token, target_probs[i]) if draft_probs is None else draft_probs[i]
             residual = residual_distribution(target_probs[i], draft_row)
-            return Verification(i, draw(residual, uniforms[k]), tuple(judged), residual)
-    return Verification(k, draw(target_probs[k], uniforms[k]), tuple(judged), None)
+            return Verification(i, draw(residual, uniforms[k]), Drawing(target_probs, uniforms, tuple(judged), residual))
+    return Verification(k, draw(target_probs[k], uniforms[k]), Drawing(target_probs, uniforms, tuple(judged), None))
+
+
+def verify_choices(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> Verification:
+    """Judges a proposal by the tokens the target chooses itself.
+
+    Args:
+        draft_tokens: [k], the proposal; k may be 0.
+        target_choices: [k + 1], choice i being the target's for the place of draft_tokens[i].
+
+    Returns:
+        How many first tokens are the target's own choices, and its choice behind them.
+
+    Raises:
+        ValueError: Not one choice more than there are tokens.
+    """
+    k = len(draft_tokens)
+    if len(target_choices) != k + 1:
+        raise ValueError(f"A proposal of {k} tokens needs {k + 1} choices of the target; found {len(target_choices)}.")
+    refused = (i for i in range(k) if draft_tokens[i] != target_choices[i])
+    num_accepted = next(refused, k)
+    return Verification(num_accepted, int(target_choices[num_accepted]))
 
 
 def acceptance_probability(target: float, draft: float) -> float:
@@ -113,12 +155,20 @@ def draw(probabilities: Probabilities, uniform: float) -> int:
     Returns:
         A token id whose probability is above 0.
     """
-    cumulative = np.cumsum(probabilities, dtype=np.float64)
-    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    if token < len(cumulative):
-        return token
-    # uniform * total rounded up to the total: the last token that can be drawn at all.
-    return int(np.flatnonzero(probabilities)[-1])
+    # First the block of tokens, then the token in it: summing blocks is much faster than accumulating a whole vocabulary.
+    whole = len(probabilities) // _BLOCK * _BLOCK
+    blocks = probabilities[:whole].reshape(-1, _BLOCK).sum(axis=1, dtype=np.float64)
+    ends = np.cumsum(np.append(blocks, probabilities[whole:].sum(dtype=np.float64)))
+    point = uniform * ends[-1]
+    block = int(np.searchsorted(ends, point, side="right"))
+    if block == len(ends):  # uniform * total rounded up to the total: the last token that can be drawn at all
+        return int(np.flatnonzero(probabilities)[-1])
+    start = block * _BLOCK
+    inside = probabilities[start : start + _BLOCK]
+    cumulative = np.cumsum(inside, dtype=np.float64) + (ends[block - 1] if block else 0.0)
+    token = int(np.searchsorted(cumulative, point, side="right"))
+    # Likewise where the two ways of summing a block round differently at its end.
+    return start + (token if token < len(inside) else int(np.flatnonzero(inside)[-1]))
 
 
 def _one_hot(token: int, like: Probabilities) -> Probabilities:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import new_parser, run
+from sampling_arguments import add_sampling_arguments, sampling_params
 
 if TYPE_CHECKING:
     from runtime import Generator, SamplingParams
@@ -19,6 +20,9 @@ EXAMPLES = """examples:
 
   # sampled, repeatable, ending at the first empty line
   python scripts/generate.py bundles/smollm2 "The sea" --temperature 0.7 --top-p 0.9 --seed 7 --stop $'\\n\\n'
+
+  # one seed, one text: with any drafter, any number of draft tokens, or none
+  python scripts/generate.py bundles/smollm2 "The sea" --temperature 0.7 --seed 7 --acceptance coupled
 
   # see each round: proposal, both probabilities, the number drawn, accepted or refused
   python scripts/generate.py bundles/smollm2 "Count to ten." --chat --max-new-tokens 24 --trace
@@ -35,22 +39,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("prompt", help="the text to continue, or the message with --chat; '-' reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument("--system", help="a system message in front of it (with --chat)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most probable tokens (default 0: all)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the top tokens that sum to P (default 1: all)"
-    )
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens P times as probable as the top one")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 discourages repeating")
-    parser.add_argument("--seed", type=int, help="makes sampled text repeatable")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (may be repeated)")
     parser.add_argument("--drafter", choices=["model", "lookup", "off"], help="default: the draft model if the bundle has one")
     parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="tokens proposed in a round (default 4)")
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
     parser.add_argument("--trace", action="store_true", help="tell each round instead of streaming the text")
     parser.add_argument("--stats", action="store_true", help="print what it cost, as JSON, to standard error")
+    parser.add_argument("--logprobs", type=int, metavar="N", help="print each token's log-probability, and the N top ones")
+    add_sampling_arguments(parser)
     parsed = parser.parse_args(arguments)
     if parsed.system and not parsed.chat:
         parser.error("--system is a chat message: pass --chat with it")
@@ -61,18 +57,9 @@ def main() -> int:
     """Generates; returns the exit status."""
     arguments = parse_arguments()
 
-    from runtime import Generator, SamplingParams
+    from runtime import Generator
 
-    params = SamplingParams(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        stop=arguments.stop,
-    )
+    params = sampling_params(arguments, logprobs=arguments.logprobs)
     # This process makes no other ONNX Runtime sessions, so it may use one thread pool for everything.
     generator = Generator.from_bundle(
         arguments.bundle,
@@ -108,6 +95,9 @@ def _print_text(generator: "Generator", arguments: argparse.Namespace, params: "
             print(*trace_lines(number, piece.round, len(piece.token_ids), generator.tokenizer.token), sep="\n", flush=True)
     if arguments.trace:
         print(f"\n{result.text}", end="")
+    for token, entry in zip(result.token_ids, result.logprobs or (), strict=False):
+        top = "  ".join(f"{generator.tokenizer.token(other)!r} {logprob:.3f}" for other, logprob in entry.top)
+        print(f"\n{generator.tokenizer.token(token)!r:<16} {entry.logprob:8.3f}  {top}", end="")
     stats = result.stats
     print(
         f"\n\n[{result.finish_reason}; {stats.new_tokens} tokens, {stats.rounds} target passes that judged, acceptance rate "

@@ -27,7 +27,7 @@ def test_one_piece_equals_any_cut(tokens: list[int], cuts: set[int], min_rows: i
     bounds = sorted({0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)})
     rows = [decoder.forward(tokens[a:b], b - a).copy() for a, b in itertools.pairwise(bounds)]
     assert np.array_equal(np.concatenate(rows), all_rows(model, tokens))
-    assert decoder.past_length == len(tokens)
+    assert (decoder.tokens, decoder.past_length) == (tokens, len(tokens))
     assert decoder.passes == len(bounds) - 1
     assert decoder.room() == 0
 
@@ -42,7 +42,7 @@ def test_rewinding_and_feeding_again_equals_a_fresh_decoder(steps: list[tuple[li
         assert np.array_equal(rows, all_rows(model, sequence + tokens)[len(sequence) :])
         decoder.rewind_to(length)
         sequence = (sequence + tokens)[:length]
-        assert decoder.past_length == len(sequence)
+        assert (decoder.tokens, decoder.past_length) == (sequence, len(sequence))
 
 
 def test_rewinding_is_absolute_and_never_goes_forward() -> None:
@@ -112,7 +112,7 @@ def test_broken_logits_are_refused_and_the_cache_stays(value: float, num_tokens:
     tokens = [i % 16 for i in range(num_tokens)]
     with pytest.raises(LogitsError, match=rf"'fake-0' \(fp32\) returned NaN or infinite logits at position {num_tokens + 2}"):
         decoder.forward(tokens, 3)
-    assert decoder.past_length == 2
+    assert decoder.tokens == [7, 7]
     model.broken_at = None
     expected = [model.logits([7, 7, *tokens[:end]]) for end in range(num_tokens - 2, num_tokens + 1)]
     assert np.array_equal(decoder.forward(tokens, 3), expected)
@@ -142,21 +142,26 @@ def test_the_largest_float32_logits_are_no_infinities() -> None:
 
 def test_a_cancelled_decoder_runs_no_pass() -> None:
     model, cancel = FakeModel(), threading.Event()
-    decoder = Decoder(model, 10, num_rows=1, cancel=cancel)
+    decoder = Decoder(model, 10, num_rows=1)
+    decoder.begin([1, 2], cancel)
     cancel.set()
     with pytest.raises(Cancelled):
         decoder.forward([1, 2], 1)
-    assert (model.calls, decoder.past_length, decoder.passes) == ([], 0, 0)
+    assert (model.calls, decoder.tokens, decoder.passes, decoder.seconds) == ([], [], 0, 0)
+    decoder.cancel = None
+    assert np.array_equal(decoder.forward([1, 2], 1)[0], model.logits([1, 2]))
 
 
 def test_cancelling_stops_a_long_prompt_between_two_passes() -> None:
     model, cancel = FakeModel(), threading.Event()
     model.on_pass = cancel.set
-    decoder = Decoder(model, 1000, num_rows=1, cancel=cancel)
+    decoder = Decoder(model, 1000, num_rows=1)
     tokens = [i % 16 for i in range(600)]
+    decoder.begin(tokens, cancel)
     with pytest.raises(Cancelled):
         decoder.forward(tokens, 1)
     assert model.calls == [(0, 256, 0)]
+    assert decoder.tokens == tokens[:256]
     # What is cached is valid, so going on from there gives the row of the whole.
     model.on_pass = cancel.clear
     cancel.clear()
@@ -176,3 +181,74 @@ def test_time_in_passes_is_counted() -> None:
     first = decoder.seconds
     decoder.forward([2], 1)
     assert 0 < first < decoder.seconds
+
+
+# --- beginning a text behind another, and copies ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cached", "prompt", "kept"),
+    [
+        ([], [1, 2, 3], 0),
+        ([1, 2, 3], [1, 2, 3], 2),  # the last token is fed again: its row is the text's first
+        ([1, 2, 3], [1, 2, 3, 4], 3),
+        ([1, 2, 3], [1, 2, 3, 4, 5, 6], 3),
+        ([1, 2, 3, 4, 5], [1, 2, 3], 2),
+        ([1, 2, 3, 4, 5], [1, 2, 9, 4, 5, 6], 2),
+        ([1, 2, 3], [9, 2, 3], 0),
+        ([1, 2, 3], [1], 0),
+        ([1, 2, 3], [1, 2, 4], 2),
+        ([1, 2], [2, 1, 2], 0),
+    ],
+)
+def test_a_text_keeps_what_is_cached_of_its_beginning(cached: list[int], prompt: list[int], kept: int) -> None:
+    model = FakeModel()
+    decoder = Decoder(model, 10, num_rows=1)
+    if cached:
+        decoder.forward(cached, 1)
+    decoder.begin(prompt, None)
+    assert decoder.tokens == prompt[:kept]
+    assert (decoder.passes, decoder.seconds) == (0, 0)
+    model.calls.clear()
+    assert np.array_equal(decoder.forward(prompt[kept:], 1)[0], model.logits(prompt))
+    assert model.calls == [(kept, len(prompt) - kept, 1)]
+    assert decoder.passes == 1
+
+
+def test_a_text_has_its_own_cancel_event() -> None:
+    decoder, cancel = Decoder(FakeModel(), 10, num_rows=1), threading.Event()
+    cancel.set()
+    decoder.begin([1, 2], cancel)
+    with pytest.raises(Cancelled):
+        decoder.forward([1, 2], 1)
+    decoder.begin([1, 2], None)
+    assert decoder.forward([1, 2], 1).shape == (1, 16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts, texts, texts, st.integers(0, 12), st.sampled_from([1, 3]))
+def test_forks_go_separate_ways(common: list[int], mine: list[int], theirs: list[int], length: int, min_rows: int) -> None:
+    model = FakeModel(min_rows=min_rows)
+    decoder = Decoder(model, 40, num_rows=12)
+    decoder.forward(common, 1)
+    decoder.rewind_to(length)
+    common = common[:length]
+    fork = decoder.fork()
+    assert (fork.tokens, fork.passes, fork.seconds, fork.cancel) == (common, 0, 0, None)
+    model.calls.clear()
+    for one, tokens in ((decoder, mine), (fork, theirs), (decoder, theirs), (fork, mine)):
+        before = len(one.tokens)
+        expected = all_rows(model, [*one.tokens, *tokens])[before:]
+        if before + len(tokens) <= 40:
+            assert np.array_equal(one.forward(tokens, len(tokens)), expected)
+    assert decoder.tokens[len(common) :] == mine + theirs
+    assert fork.tokens[len(common) :] == theirs + mine
+    assert min(past for past, _, _ in model.calls) == len(common)  # nothing was fed again
+
+
+def test_a_fork_is_not_cancelled_with_its_origin() -> None:
+    decoder, cancel = Decoder(FakeModel(), 10, num_rows=1), threading.Event()
+    decoder.begin([1, 2], cancel)
+    fork = decoder.fork()
+    cancel.set()
+    assert fork.forward([1, 2], 1).shape == (1, 16)

@@ -1,4 +1,4 @@
-"""Drafters: what a lookup copies, and that a draft model's probabilities are those its tokens were drawn from."""
+"""Drafters: what a lookup copies, and that a draft model's tokens are chosen by the rule from its own rows."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.decoder import Decoder
-from runtime.drafters import LookupDrafter, ModelDrafter, NoDrafter, Proposal
-from runtime.sampling import SamplingParams, token_distributions
+from runtime.acceptance import AcceptanceRule, CoupledRule, GreedyRule, Proposal, RejectionRule
+from runtime.decoder import Cancelled, Decoder
+from runtime.drafters import LookupDrafter, ModelDrafter, NoDrafter
+from runtime.errors import LogitsError
+from runtime.noise import ExponentialNoise
+from runtime.sampling import Sampler
+from runtime.sampling_params import SamplingParams
 from runtime.verify import draw
-from tests.fakes import FakeModel, greedy_text
+from tests.fakes import FakeModel, greedy_text, plain_lookup
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3)
+COUPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3, acceptance="coupled", seed=3)
+UNIFORMS = (0.1, 0.9, 0.4, 0.7, 0.2, 0.6)
 
 
 class Scripted:
@@ -26,29 +32,30 @@ class Scripted:
         return self.left.pop(0)
 
 
+def rule_of(params: SamplingParams, uniforms: Sequence[float] = UNIFORMS, prompt_length: int = 3) -> AcceptanceRule:
+    sampler = Sampler(params, prompt_length=prompt_length)
+    if params.greedy:
+        return GreedyRule(sampler)
+    if params.acceptance == "coupled":
+        return CoupledRule(sampler, ExponentialNoise(params.seed))
+    return RejectionRule(sampler, Scripted(uniforms))
+
+
 def model_drafter(
     model: FakeModel,
     params: SamplingParams = SAMPLED,
     *,
-    uniforms: Sequence[float] = (0.1, 0.9, 0.4, 0.7, 0.2, 0.6),
+    uniforms: Sequence[float] = UNIFORMS,
     max_length: int = 64,
     target_vocab_size: int = 16,
-    eos: Sequence[int] = (),
+    end_token_ids: Sequence[int] = (),
 ) -> ModelDrafter:
     decoder = Decoder(model, max_length, num_rows=1)
-    return ModelDrafter(decoder, params, Scripted(uniforms), target_vocab_size, frozenset(eos))
+    rule = rule_of(params, uniforms)
+    return ModelDrafter(decoder, rule, target_vocab_size=target_vocab_size, end_token_ids=frozenset(end_token_ids))
 
 
 # --- lookup -----------------------------------------------------------------------------------------------------------
-
-
-def slow_lookup(sequence: Sequence[int], num_tokens: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """Searches backwards from the end, longest endings first, all over again for every proposal."""
-    for size in range(longest, shortest - 1, -1):
-        for end in range(len(sequence) - 1, size - 1, -1):
-            if list(sequence[end - size : end]) == list(sequence[len(sequence) - size :]):
-                return tuple(sequence[end : end + num_tokens])
-    return ()
 
 
 @settings(max_examples=200, deadline=None)
@@ -65,8 +72,8 @@ def test_lookup_finds_what_a_search_finds(
     drafter, length = LookupDrafter(longest=shortest + wider, shortest=shortest), 1
     for step in steps:
         sequence = tokens[:length]
-        expected = slow_lookup(sequence, num_tokens, shortest + wider, shortest)
-        assert drafter.propose(sequence, num_tokens) == Proposal(expected)
+        expected = plain_lookup(sequence, num_tokens, shortest + wider, shortest)
+        assert drafter.propose(sequence, num_tokens) == Proposal(tuple(expected))
         drafter.rewind_to(length - 1)
         length = min(length + step, len(tokens))
 
@@ -119,9 +126,20 @@ def test_every_token_was_drawn_from_the_row_that_comes_with_it(params: SamplingP
     assert (proposal.probs.shape, proposal.probs.dtype) == ((4, 16), np.float32)
     for i, (token, uniform) in enumerate(zip(proposal.tokens, uniforms, strict=True)):
         before = [*sequence, *proposal.tokens[:i]]
-        row = token_distributions(model.logits(before)[None], before, [], params)[0]
+        row = Sampler(params, prompt_length=3).distributions(model.logits(before)[None], before, [])[0]
         assert np.array_equal(proposal.probs[i], row)
         assert token == draw(row, uniform)
+
+
+def test_coupled_tokens_are_chosen_with_the_noise_of_their_place() -> None:
+    model, sequence = FakeModel(seed=3), [1, 2, 3]
+    proposal = model_drafter(model, COUPLED).propose(sequence, 4)
+    assert (len(proposal.tokens), proposal.probs) == (4, None)
+    noise = ExponentialNoise(COUPLED.seed)
+    for i, token in enumerate(proposal.tokens):
+        before = [*sequence, *proposal.tokens[:i]]
+        weights = Sampler(COUPLED, prompt_length=3).weights(model.logits(before)[None], before, [])[0]
+        assert token == (weights / noise.row(len(before), 16)).argmax()
 
 
 def test_greedy_proposals_are_one_hot_and_draw_nothing() -> None:
@@ -154,7 +172,7 @@ def test_proposals_end_behind_an_end_of_text_token() -> None:
     model = FakeModel(seed=3)
     text = greedy_text(model, [1, 2, 3], 5)
     first = text.index(text[2])
-    proposal = model_drafter(model, SamplingParams(), eos=[text[2]]).propose([1, 2, 3], 5)
+    proposal = model_drafter(model, SamplingParams(), end_token_ids=[text[2]]).propose([1, 2, 3], 5)
     assert proposal.tokens == tuple(text[: first + 1])
     assert len(model.calls) == first + 1
 
@@ -163,13 +181,13 @@ def test_proposals_end_behind_an_end_of_text_token() -> None:
 def test_a_draft_whose_context_ends_proposes_what_fits(max_length: int, proposed: int) -> None:
     # The last token proposed need not be fed, so three tokens of room for three tokens of text still give one.
     model = FakeModel(seed=3)
-    for params in (SAMPLED, SamplingParams()):
+    for params in (SAMPLED, COUPLED, SamplingParams()):
         proposal = model_drafter(model, params, max_length=max_length).propose([1, 2, 3], 4)
         assert len(proposal.tokens) == proposed
-        assert (proposal.probs is None) == (params.greedy or proposed == 0)
+        assert (proposal.probs is None) == (params != SAMPLED or proposed == 0)
 
 
-@pytest.mark.parametrize("params", [SAMPLED, SamplingParams()], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("params", [SAMPLED, COUPLED, SamplingParams()], ids=["sampled", "coupled", "greedy"])
 def test_a_wider_draft_is_cut_to_the_targets_vocabulary(params: SamplingParams) -> None:
     wide, narrow = FakeModel(20, seed=6), FakeModel(12, seed=6)
     proposal = model_drafter(wide, params, target_vocab_size=12).propose([1, 2, 3], 4)
@@ -180,7 +198,7 @@ def test_a_wider_draft_is_cut_to_the_targets_vocabulary(params: SamplingParams) 
         assert np.array_equal(proposal.probs, same.probs)
 
 
-@pytest.mark.parametrize("params", [SAMPLED, SamplingParams()], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("params", [SAMPLED, COUPLED, SamplingParams()], ids=["sampled", "coupled", "greedy"])
 def test_a_narrower_draft_is_filled_with_tokens_it_never_proposes(params: SamplingParams) -> None:
     model = FakeModel(12, seed=6)
     proposal = model_drafter(model, params, target_vocab_size=20).propose([1, 2, 3], 4)
@@ -192,7 +210,50 @@ def test_a_narrower_draft_is_filled_with_tokens_it_never_proposes(params: Sampli
         assert np.array_equal(proposal.probs[:, :12], own.probs)
 
 
-def test_a_narrower_draft_bears_a_token_that_only_the_target_has() -> None:
+@pytest.mark.parametrize("token", [12, 15])
+def test_a_narrower_draft_proposes_nothing_behind_a_token_that_only_the_target_has(token: int) -> None:
     model = FakeModel(12, seed=6)
     drafter = model_drafter(model, SamplingParams(), target_vocab_size=20)
-    assert all(token < 12 for token in drafter.propose([1, 15, 3], 4).tokens)
+    assert len(drafter.propose([1, 2, 3], 2).tokens) == 2
+    calls = len(model.calls)
+    for sequence in ([1, token, 3], [1, token, 3, 4]):
+        drafter.rewind_to(1)
+        assert drafter.propose(sequence, 4) == Proposal()
+    assert len(model.calls) == calls
+    assert drafter.propose([1, 11, 3], 4).tokens == tuple(greedy_text(model, [1, 11, 3], 4))
+
+
+def test_a_draft_that_the_rules_leave_no_token_proposes_what_it_has() -> None:
+    # The target could go on: it has tokens that the draft does not.
+    model = FakeModel(4, seed=6)
+    params = SamplingParams(bad_words=[[0], [1], [2]])
+    text = [3, 3]
+    for words, proposed in (([(0,), (1,), (2,), (3,)], 0), ([(0,), (1,), (2,), (3, 3, 3)], 1)):
+        rule = GreedyRule(Sampler(params, prompt_length=2, bad_words=words))
+        drafter = ModelDrafter(Decoder(model, 20, num_rows=1), rule, target_vocab_size=8, end_token_ids=frozenset())
+        sequence = [1, *text[1:]]
+        assert drafter.propose(sequence, 4) == Proposal((3,) * proposed)
+        assert drafter.passes == proposed + 1
+
+
+@pytest.mark.parametrize("failing", range(1, 4))
+def test_a_draft_that_fails_goes_on_from_what_is_rewound(failing: int) -> None:
+    model = FakeModel(seed=3)
+    drafter = model_drafter(model, SamplingParams())
+    model.broken_at = 2 + failing - 1
+    with pytest.raises(LogitsError):
+        drafter.propose([1, 2, 3], 4)
+    model.broken_at = None
+    drafter.rewind_to(2)
+    assert drafter.propose([1, 2, 3], 4).tokens == tuple(greedy_text(model, [1, 2, 3], 4))
+
+
+def test_a_cancelled_draft_says_so() -> None:
+    class Set:
+        def is_set(self) -> bool:
+            return True
+
+    drafter = model_drafter(FakeModel(seed=3), SamplingParams())
+    drafter._decoder.begin([1, 2, 3], Set())
+    with pytest.raises(Cancelled):
+        drafter.propose([1, 2, 3], 4)

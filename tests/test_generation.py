@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from runtime.errors import LogitsError, PromptError
-from runtime.generation import GenerationResult
+from runtime.errors import LogitsError, PromptError, SamplingError
+from runtime.generation import GenerationResult, Piece
 from runtime.generator import Generator
-from runtime.sampling import SamplingParams, token_distributions
-from tests.fakes import FakeModel, fake_generator, fake_tokenizer, greedy_text, text_of
+from runtime.sampling import Sampler
+from runtime.sampling_params import SamplingParams
+from tests.fakes import FakeModel, PlainText, fake_generator, fake_tokenizer, greedy_text, plain_text, text_of
 
 PROMPT = [1, 2, 3, 1, 2]
 LOOP = [*range(8), *range(8)]  # a prompt whose text repeats itself on a model of period 8
@@ -33,24 +34,42 @@ def run(
     params: SamplingParams | None = None,
     drafter: str | None = None,
     num_draft_tokens: int = 4,
+    pieces: list[Piece] | None = None,
 ) -> GenerationResult:
     """Generates a text, and checks after every round what must hold whatever the text is."""
-    params, drafter = params or SamplingParams(), drafter or generator._drafter
-    generation = generator._start(list(prompt), params, drafter, num_draft_tokens, None)
-    text, tokens, result = "", [], None
-    for piece in generation.pieces():
+    params, drafter = params or SamplingParams(), drafter or generator._pair.drafter
+    session = generator.session()
+    generation = session.start(list(prompt), params, drafter=drafter, num_draft_tokens=num_draft_tokens)
+    text, tokens, logprobs, result = "", [], (), None
+    for piece in session.pieces(generation):
+        if pieces is not None:
+            pieces.append(piece)
         text, tokens, result = text + piece.text, [*tokens, *piece.token_ids], piece.result
+        logprobs += piece.logprobs or ()
         assert piece.round is not None
         assert piece.token_ids == piece.round.tokens[: len(piece.token_ids)]
         assert generation.sequence == [*prompt, *tokens]
-        assert generation._target.past_length == len(generation.sequence) - 1
-        if drafter == "model":
-            assert generation._drafter._decoder.past_length < len(generation.sequence)
+        for decoder in (session._target, session._draft):
+            if decoder is not None:
+                assert decoder.tokens == generation.sequence[: decoder.past_length]
+                assert decoder._context._cache[: decoder.past_length].tolist() == decoder.tokens
+        assert session._target.past_length == len(generation.sequence) - 1
+        assert session._draft is None or session._draft.past_length < len(generation.sequence)
         check_counters(generation.stats, len(tokens), drafter)
     assert result is not None
     assert (result.text, list(result.token_ids)) == (text, tokens)
+    assert result.logprobs == (None if params.logprobs is None else logprobs)
     assert result.stats.prompt_tokens == len(prompt)
     return result
+
+
+def check_against_plain(result: GenerationResult, plain: PlainText) -> None:
+    stats = result.stats
+    assert (list(result.token_ids), result.text, result.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+    assert (stats.proposed_by_position, stats.accepted_by_position) == (plain.proposed, plain.accepted)
+    assert (stats.rounds, stats.correction_tokens, stats.bonus_tokens) == (plain.rounds, plain.corrections, plain.bonuses)
+    if result.logprobs is not None:
+        assert [entry.logprob for entry in result.logprobs] == pytest.approx(plain.logprobs, abs=1e-6)
 
 
 def check_counters(stats: object, num_tokens: int, drafter: str) -> None:
@@ -265,6 +284,230 @@ def test_a_draft_of_a_shorter_context_stops_proposing(draft_context: int) -> Non
     assert all(past + rows <= draft_context for past, rows, _ in draft.calls)
 
 
+# --- cuts, against text made the slow way -----------------------------------------------------------------------------
+
+RULES_OF_CHOICE = {
+    "greedy": {},
+    "rejection": {"temperature": 0.8, "seed": 6},
+    "coupled": {"temperature": 0.8, "seed": 6, "acceptance": "coupled"},
+}
+DRAFTING = ["model", "lookup", "off"]
+NUM_POSITIONS = 11
+every_rule = pytest.mark.parametrize("rule", RULES_OF_CHOICE)
+every_drafter = pytest.mark.parametrize("drafter", DRAFTING)
+
+
+def pair(drafter: str, context_length: int = 128) -> tuple[FakeModel, FakeModel]:
+    """Models that agree often and not always, the target one that repeats itself where text is looked up."""
+    period = 8 if drafter == "lookup" else 0
+    return (
+        FakeModel(60, seed=3, period=period, context_length=context_length),
+        FakeModel(60, seed=3, noise=0.4, period=period, context_length=context_length),
+    )
+
+
+def uncut(rule: str, drafter: str) -> list[int]:
+    """The first tokens of the text that nothing cuts."""
+    params = SamplingParams(max_new_tokens=NUM_POSITIONS + 3, **RULES_OF_CHOICE[rule])
+    return plain_text(fake_generator(*pair(drafter)), LOOP, params, drafter, 4).token_ids
+
+
+def check_cuts(
+    rule: str, drafter: str, cuts: Sequence[tuple[dict[str, object], dict[str, object]]], *, bracketed: bool = False
+) -> Counter[tuple[str, int]]:
+    """Runs one text for each cut, given as (arguments of fake_generator, of SamplingParams), against the slow way.
+
+    Returns:
+        How often a text ended with which reason at which place of its last round, where that had more tokens.
+    """
+    inside: Counter[tuple[str, int]] = Counter()
+    target, draft = pair(drafter)
+    for models, changes in cuts:
+        generator = fake_generator(target, draft, bracketed=bracketed, **models)
+        params = SamplingParams(**{"max_new_tokens": 25, "logprobs": 1, **RULES_OF_CHOICE[rule], **changes})
+        pieces: list[Piece] = []
+        result = run(generator, LOOP, params, drafter, 4, pieces)
+        check_against_plain(result, plain_text(generator, LOOP, params, drafter, 4))
+        for entry, token in zip(result.logprobs, result.token_ids, strict=True):
+            assert len(entry.top) == 1
+            assert (entry.logprob == entry.top[0][1]) == (token == entry.top[0][0])
+        if (kept := len(pieces[-1].token_ids)) < len(pieces[-1].round.tokens):
+            inside[result.finish_reason, kept] += 1
+    return inside
+
+
+@every_rule
+@every_drafter
+def test_end_of_text_tokens_cut_a_text_like_the_slow_way(rule: str, drafter: str) -> None:
+    text = uncut(rule, drafter)
+    cuts = [({"eos": eos}, {}) for token in range(NUM_POSITIONS) for eos in ([text[token]], text[token : token + 3])]
+    inside = check_cuts(rule, drafter, cuts)
+    assert bool(inside) == (drafter != "off")
+
+
+@every_rule
+@every_drafter
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_stop_tokens_cut_a_text_like_the_slow_way(rule: str, drafter: str, include_stop: bool) -> None:
+    text = uncut(rule, drafter)
+    cuts = [
+        ({"eos": text[position + 1 : position + 2]}, {"stop_token_ids": ids, "include_stop": include_stop})
+        for position in range(NUM_POSITIONS)
+        for ids in ([text[position]], text[position : position + 3], [text[position + 1]])
+    ]
+    inside = check_cuts(rule, drafter, cuts, bracketed=True)
+    assert bool(inside) == (drafter != "off")
+
+
+@every_rule
+@every_drafter
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_stop_strings_cut_a_text_inside_tokens_like_the_slow_way(rule: str, drafter: str, include_stop: bool) -> None:
+    text = "".join(f"<{text_of([token])}>" for token in uncut(rule, drafter))
+    cuts = []
+    for position in range(NUM_POSITIONS):
+        for begin, length in ((1, 1), (0, 3), (1, 2), (2, 3), (2, 2), (1, 4), (1, 7)):
+            stop = text[3 * position + begin :][:length]
+            cuts.append(({}, {"stop": [stop, text[::-1]], "include_stop": include_stop}))
+    inside = check_cuts(rule, drafter, cuts, bracketed=True)
+    assert len(inside) >= (0 if drafter == "off" else 3)
+
+
+@every_rule
+@every_drafter
+def test_lengths_cut_a_text_like_the_slow_way(rule: str, drafter: str) -> None:
+    inside = check_cuts(rule, drafter, [({}, {"max_new_tokens": length}) for length in range(1, NUM_POSITIONS + 2)])
+    # Where the tokens do not depend on the rounds, no more is proposed than there is room for.
+    assert bool(inside) == (rule == "rejection" and drafter != "off")
+
+
+@every_rule
+@every_drafter
+@pytest.mark.parametrize("max_new_tokens", [3, 99])
+def test_the_contexts_end_cuts_a_text_like_the_slow_way(rule: str, drafter: str, max_new_tokens: int) -> None:
+    for length in range(1, NUM_POSITIONS + 2):
+        generator = fake_generator(*pair(drafter, len(LOOP) + length))
+        params = SamplingParams(max_new_tokens=max_new_tokens, logprobs=0, **RULES_OF_CHOICE[rule])
+        result = run(generator, LOOP, params, drafter, 4)
+        check_against_plain(result, plain_text(generator, LOOP, params, drafter, 4))
+        assert (len(result.token_ids), result.finish_reason) == (min(length, max_new_tokens), "length")
+
+
+@every_rule
+@every_drafter
+def test_a_smaller_length_gives_a_prefix(rule: str, drafter: str) -> None:
+    generator = fake_generator(*pair(drafter))
+    whole = run(generator, LOOP, SamplingParams(max_new_tokens=20, logprobs=0, **RULES_OF_CHOICE[rule]), drafter, 5)
+    for length in range(1, 20):
+        params = SamplingParams(max_new_tokens=length, logprobs=0, **RULES_OF_CHOICE[rule])
+        # The generator's own way too, with no more cache than the text needs.
+        for result in (
+            run(generator, LOOP, params, drafter, 5),
+            generator.generate(LOOP, params, drafter=drafter, num_draft_tokens=5),
+        ):
+            assert result.token_ids == whole.token_ids[:length]
+            assert result.text == text_of(whole.token_ids[:length])
+            assert result.logprobs == whole.logprobs[:length]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3, 8, 64])
+@every_drafter
+def test_coupled_text_is_one_for_a_seed(drafter: str, num_draft_tokens: int) -> None:
+    texts = set()
+    for seed in range(6):
+        params = SamplingParams(max_new_tokens=25, temperature=1.2, top_p=0.9, seed=seed, acceptance="coupled", logprobs=3)
+        plain = run(fake_generator(FakeModel(seed=1)), LOOP, params, "off")
+        for draft in DRAFTS.values():
+            result = run(fake_generator(FakeModel(seed=1), draft()), LOOP, params, drafter, num_draft_tokens)
+            assert (result.token_ids, result.text, result.logprobs) == (plain.token_ids, plain.text, plain.logprobs)
+        texts.add(plain.text)
+    assert len(texts) == 6
+
+
+def test_coupled_drafts_are_accepted_more_often_than_by_chance() -> None:
+    params = SamplingParams(max_new_tokens=100, temperature=1.0, acceptance="coupled", seed=2)
+    rates = {
+        name: run(fake_generator(FakeModel(seed=1), draft()), PROMPT, params).stats.acceptance_rate
+        for name, draft in DRAFTS.items()
+    }
+    assert rates["identical"] == 1
+    assert rates["partly"] > 0.4 > rates["unrelated"] > 0
+
+
+def test_logprobs_are_the_models_own_whatever_the_rules() -> None:
+    target = FakeModel(seed=1)
+    params = SamplingParams(max_new_tokens=20, temperature=1.5, top_k=3, repetition_penalty=1.5, seed=3, logprobs=4)
+    result = run(fake_generator(target, DRAFTS["partly"]()), PROMPT, params)
+    assert 0 < result.stats.acceptance_rate < 1
+    for place, (entry, token) in enumerate(zip(result.logprobs, result.token_ids, strict=True)):
+        row = target.logits([*PROMPT, *result.token_ids[:place]]).astype(np.float64)
+        row -= np.log(np.exp(row).sum())
+        best = np.argsort(-row)[:4]
+        assert entry.logprob == pytest.approx(row[token])
+        assert [one for one, _ in entry.top] == best.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(row[best])
+
+
+def test_without_logprobs_there_are_none() -> None:
+    pieces: list[Piece] = []
+    assert run(fake_generator(FakeModel(seed=1)), PROMPT, pieces=pieces).logprobs is None
+    assert {piece.logprobs for piece in pieces} == {None}
+
+
+def test_the_fewest_tokens_hold_off_all_that_ends_a_text() -> None:
+    target, text = distinct_text()
+    generator = fake_generator(target, FakeModel(60, seed=3, noise=1.0), eos=text[2:3])
+    for fewest in range(1, 9):
+        params = SamplingParams(max_new_tokens=11, min_new_tokens=fewest, stop_token_ids=text[5:6])
+        result = run(generator, PROMPT, params)
+        first = next((place for place, token in enumerate(result.token_ids) if token in (text[2], text[5])), 10)
+        assert first + 1 == len(result.token_ids) > fewest
+        assert result.token_ids[: min(fewest, 2)] == tuple(text[: min(fewest, 2)])
+
+
+def test_rules_that_leave_no_token_end_a_text_and_not_the_generator() -> None:
+    generator = fake_generator(FakeModel(4, seed=1), FakeModel(4, seed=1))
+    words = [[token, other] for token in range(4) for other in range(4) if token != 3 or other == 3]
+    params = SamplingParams(max_new_tokens=9, bad_words=[*words, [3, 0], [3, 1], [3, 2]])
+    with pytest.raises(SamplingError, match="leave no token to choose at position 3"):
+        run(generator, [1, 2, 3], params)
+    assert len(run(generator, [1, 2, 3], SamplingParams(max_new_tokens=9)).token_ids) == 9
+
+
+# --- texts that go on -------------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_came_to_its_own_end_cannot_go_on() -> None:
+    target, text = distinct_text()
+    for params, reason in ((SamplingParams(stop=text_of(text[3:4])), "stop"), (SamplingParams(), "eos")):
+        session = fake_generator(target, eos=text[6:7]).session()
+        generation = session.start(PROMPT, params)
+        result = [*session.pieces(generation)][-1].result
+        assert result.finish_reason == reason
+        with pytest.raises(ValueError, match=f"ended with '{reason}': only one that was cut off or cancelled can go on"):
+            generation.extend(5)
+        assert (generation.finish_reason, generation.text, list(session.pieces(generation))) == (reason, result.text, [])
+
+
+def test_a_text_that_fills_the_context_cannot_go_on() -> None:
+    session = fake_generator(FakeModel(seed=1, context_length=20)).session()
+    generation = session.start(PROMPT, SamplingParams(max_new_tokens=99))
+    assert sum(len(piece.token_ids) for piece in session.pieces(generation)) == 15
+    with pytest.raises(ValueError, match="context of 20 tokens is full"):
+        generation.extend(1)
+    assert generation.finish_reason == "length"
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.0, True, None, "5"], ids=repr)
+def test_a_number_of_further_tokens_is_a_whole_one(number: object) -> None:
+    session = fake_generator(FakeModel(seed=1)).session()
+    generation = session.start(PROMPT, SamplingParams(max_new_tokens=3))
+    list(session.pieces(generation))
+    with pytest.raises(ValueError, match=r"max_new_tokens is .*; a whole number of at least 1 is expected"):
+        generation.extend(number)
+    assert generation.finish_reason == "length"
+
+
 # --- the law ----------------------------------------------------------------------------------------------------------
 
 FALSE_ALARM = 1e-6  # of each test, were the seeds not fixed
@@ -278,7 +521,7 @@ def joint_law(target: FakeModel, prompt: Sequence[int], params: SamplingParams) 
         longer = {}
         for text, probability in law.items():
             before = [*prompt, *text]
-            row = token_distributions(target.logits(before)[None], before, [], params)[0]
+            row = Sampler(params, prompt_length=len(prompt)).distributions(target.logits(before)[None], before, [])[0]
             longer |= {(*text, token): probability * float(row[token]) for token in range(len(row))}
         law = longer
     return law
@@ -504,7 +747,7 @@ def test_what_is_no_prompt_is_refused(prompt: object) -> None:
 
 @pytest.mark.parametrize(("length", "surplus"), [(20, 1), (25, 6)])
 def test_a_prompt_longer_than_the_context_is_refused(length: int, surplus: int) -> None:
-    with pytest.raises(PromptError, match=f"has {length} tokens and the context holds 20, .*by {surplus} tokens or more"):
+    with pytest.raises(PromptError, match=f"has {length} tokens and the context holds 20, .*by {surplus} or more"):
         fake_generator(FakeModel(context_length=20)).stream([1] * length)
 
 

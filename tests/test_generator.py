@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,61 @@ def test_a_closed_stream_and_a_cancelled_one_leave_the_generator_usable(generato
     assert generator.generate(CHAT, params).token_ids == whole.token_ids
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(30),
+        SamplingParams(30, temperature=0.9, seed=5),
+        SamplingParams(30, temperature=0.9, seed=5, acceptance="coupled"),
+    ],
+    ids=["greedy", "rejection", "coupled"],
+)
+def test_a_sessions_texts_are_those_of_fresh_caches(generator: Generator, params: SamplingParams) -> None:
+    session = generator.session()
+    first = session.generate(PROMPTS[0], params)
+    assert first.token_ids == generator.generate(PROMPTS[0], params).token_ids
+    longer = [*generator.tokenizer.encode(PROMPTS[0]), *first.token_ids, *generator.tokenizer.encode(PROMPTS[1])]
+    fork = session.fork()
+    for one, prompt in ((session, longer), (fork, longer[:-3]), (session, longer[:9]), (fork, longer)):
+        result = one.generate(prompt, params)
+        assert result.stats.cached_tokens >= min(len(prompt) - 1, 8)
+        assert result.token_ids == generator.generate(prompt, params).token_ids
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(30, ignore_eos=True), SamplingParams(30, temperature=0.9, seed=5, ignore_eos=True)]
+)
+def test_a_text_that_was_cut_off_goes_on_as_if_it_had_not(generator: Generator, params: SamplingParams) -> None:
+    whole = generator.generate(CHAT, params)
+    for cut in (1, 4, 11):
+        session = generator.session()
+        session.generate(CHAT, replace(params, max_new_tokens=cut))
+        *_, last = session.resume(30 - cut)
+        assert last.result is not None
+        assert (last.result.token_ids, last.result.text) == (whole.token_ids, whole.text)
+
+
+def test_a_chat_computes_only_what_is_new(generator: Generator) -> None:
+    chat = generator.chat(CHAT[:1])
+    messages = CHAT[:1]
+    for number, text in enumerate(("What is 3 + 4?", "And 5 + 1?", "name: Ada")):
+        result = chat.send(text, SamplingParams(max_new_tokens=12))
+        messages = [*messages, {"role": "user", "content": text}]
+        assert result.token_ids == generator.generate(messages, SamplingParams(max_new_tokens=12)).token_ids
+        messages = [*messages, {"role": "assistant", "content": result.text}]
+        assert (result.stats.cached_tokens > 0) == (number > 0)
+        assert list(chat.messages) == messages
+
+
+def test_coupled_text_is_one_for_a_seed(generator: Generator) -> None:
+    params = SamplingParams(max_new_tokens=30, temperature=0.9, seed=4, acceptance="coupled", ignore_eos=True)
+    for prompt in PROMPTS[:3]:
+        plain = generator.generate(prompt, params, drafter="off")
+        for drafter, num_draft_tokens in itertools.product(("model", "lookup"), (1, 3, 16)):
+            result = generator.generate(prompt, params, drafter=drafter, num_draft_tokens=num_draft_tokens)
+            assert result.token_ids == plain.token_ids
+
+
 def test_the_context_may_be_filled_to_its_end(generator: Generator) -> None:
     context = generator.target.spec.context_length
     prompt = (generator.tokenizer.encode("1 2 3 4 5 6 7 8 ") * context)[: context - 10]
@@ -96,8 +152,6 @@ def test_a_bundle_without_a_draft_looks_up(tiny_bundle: Path, tmp_path: Path) ->
 
 
 def test_a_tokenizer_of_another_model_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     from runtime.contract import FileRecord
     from runtime.manifest import load_bundle, save_bundle
 

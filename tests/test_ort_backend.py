@@ -151,7 +151,7 @@ def test_garbage_beyond_the_length_changes_nothing(model: OrtModel, tokens: list
     expected = in_pieces(model, tokens, [60])
     for size in (20, 1, 4, 1, 34):
         start = decoder.past_length
-        for cache in decoder._context._caches:
+        for cache in decoder._context.caches:
             cache[:, :, start:] = np.nan
         found = decoder.forward(tokens[start : start + size], size)
         assert np.array_equal(found, expected[start : start + size])
@@ -161,7 +161,7 @@ def test_what_is_cached_matters(model: OrtModel, tokens: list[int]):
     # The counterpart of the test above: the buffers it spoils are the ones that are read.
     decoder = Decoder(model, 60, num_rows=60)
     decoder.forward(tokens[:20], 1)
-    for cache in decoder._context._caches:
+    for cache in decoder._context.caches:
         cache[:, :, 19] = 0
     assert not np.array_equal(decoder.forward(tokens[20:24], 4), in_pieces(model, tokens, [60])[20:24])
 
@@ -176,6 +176,33 @@ def test_contexts_of_one_model_do_not_meet(model: OrtModel, tokens: list[int]):
         # Both looked at now: the second pass must not have written into the first one's logits either.
         assert np.array_equal(found, expected[start : start + 10])
         assert np.array_equal(found_other, expected_other[start : start + 10])
+
+
+@pytest.mark.parametrize("length", [0, 1, 23, 40])
+def test_a_copy_goes_on_like_its_source_and_neither_sees_the_other(model: OrtModel, tokens: list[int], length: int):
+    source = Decoder(model, 60, num_rows=60)
+    source.forward(tokens[:40], 1)
+    source.rewind_to(length)
+    expected = in_pieces(model, tokens, [60])
+    copy = source.fork()
+    other = tokens[::-1][: 60 - length]
+    found_other = copy.forward(other, len(other)).copy()
+    found = source.forward(tokens[length:], 60 - length).copy()
+    assert np.array_equal(found, expected[length:])
+    assert np.array_equal(found_other, Decoder(model, 60, num_rows=60).forward(tokens[:length] + other, 60)[length:])
+
+
+def test_a_copy_takes_the_cached_tokens_and_no_memory(model: OrtModel, tokens: list[int]):
+    source, copy = model.open_context(48, 40), model.open_context(48, 40)
+    for cache in copy.caches:
+        cache[...] = 7
+    source.run(np.array(tokens[:40]), 0, 1)
+    copy.copy_from(source, 25)
+    for mine, theirs in zip(copy.caches, source.caches, strict=True):
+        assert np.array_equal(mine[:, :, :25], theirs[:, :, :25])
+        assert theirs[:, :, :25].any()
+        assert (mine[:, :, 25:] == 7).all()
+        assert not np.shares_memory(mine, theirs)
 
 
 def test_capacity_does_not_change_bits(model: OrtModel, tokens: list[int]):
@@ -194,9 +221,9 @@ def test_only_the_rows_asked_for_are_returned(model: OrtModel, tokens: list[int]
 
 def test_buffers_are_aligned_and_of_the_capacity(model: OrtModel):
     context = model.open_context(37, 4)
-    assert [cache.shape for cache in context._caches] == [(1, 2, 37, 16)] * 8
-    assert all(cache.ctypes.data % 64 == 0 for cache in context._caches)
-    assert len({cache.ctypes.data for cache in context._caches}) == 8
+    assert [cache.shape for cache in context.caches] == [(1, 2, 37, 16)] * 8
+    assert all(cache.ctypes.data % 64 == 0 for cache in context.caches)
+    assert len({cache.ctypes.data for cache in context.caches}) == 8
 
 
 # --- thread pools ----------------------------------------------------------------------------------------------------

@@ -87,17 +87,19 @@ def stream(output: OutputText, ids: Sequence[int]) -> tuple[str, int | None]:
         stopped = output.append(token)
         handed_out += output.take()
         if stopped:
-            return handed_out + output.finish(), index
-    return handed_out + output.finish(), None
+            return handed_out + output.flush(), index
+    return handed_out + output.flush(), None
 
 
-def plain_search(decode: Decode, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, int | None]:
+def plain_search(
+    decode: Decode, ids: Sequence[int], stop: Sequence[str], *, include_stop: bool = False
+) -> tuple[str, int | None]:
     """The slow reference of `stream`: after each token all is decoded again and read from the start, character by character."""
     for index in range(len(ids)):
         text = decode(ids[: index + 1])
         for end in range(len(text) + 1):
             if complete := [string for string in stop if text[:end].endswith(string)]:
-                return text[: end - max(map(len, complete))], index
+                return text[: end if include_stop else end - max(map(len, complete))], index
     return decode(ids), None
 
 
@@ -153,7 +155,7 @@ def check_every_step(decode: Decode, reference: Decode, ids: Sequence[int], cont
         assert output.text == so_far
         assert final[len(before) :].startswith(handed_out)
         assert so_far[len(handed_out) :] in ("", REPLACEMENT, REPLACEMENT * 2, REPLACEMENT * 3)
-    assert handed_out + output.finish() == final[len(before) :] == output.text
+    assert handed_out + output.flush() == final[len(before) :] == output.text
 
 
 @settings(max_examples=400, deadline=None)
@@ -217,9 +219,9 @@ def ids_and_stop_strings(draw: st.DrawFn, ids: st.SearchStrategy[list[int]], ref
     return drawn, [string for string in stop if string and REPLACEMENT not in string]
 
 
-def check_stop(decode: Decode, reference: Decode, ids: Sequence[int], stop: Sequence[str]) -> None:
-    text, stopped_at = plain_search(reference, ids, stop)
-    output = OutputText(decode, stop)
+def check_stop(decode: Decode, reference: Decode, ids: Sequence[int], stop: Sequence[str], *, include_stop: bool) -> None:
+    text, stopped_at = plain_search(reference, ids, stop, include_stop=include_stop)
+    output = OutputText(decode, stop, include_stop=include_stop)
     handed_out = ""
     for index, token in enumerate(ids if stopped_at is None else ids[: stopped_at + 1]):
         assert output.append(token) is (index == stopped_at)
@@ -229,13 +231,13 @@ def check_stop(decode: Decode, reference: Decode, ids: Sequence[int], stop: Sequ
             certain = so_far[: len(so_far) - min(3, len(so_far) - len(so_far.rstrip(REPLACEMENT)))]
             assert len(handed_out) == len(certain) - longest_beginning(certain, stop)
             assert output.text == so_far
-    assert handed_out + output.finish() == text == output.text
+    assert handed_out + output.flush() == text == output.text
 
 
 @settings(max_examples=500, deadline=None)
-@given(case=ids_and_stop_strings(byte_level_ids, byte_level().decode))
-def test_byte_level_stop_strings_equal_a_plain_search(case: tuple[list[int], list[str]]) -> None:
-    check_stop(byte_level().decode, byte_level().decode, *case)
+@given(case=ids_and_stop_strings(byte_level_ids, byte_level().decode), include_stop=st.booleans())
+def test_byte_level_stop_strings_equal_a_plain_search(case: tuple[list[int], list[str]], include_stop: bool) -> None:
+    check_stop(byte_level().decode, byte_level().decode, *case, include_stop=include_stop)
 
 
 @fallback_kinds
@@ -247,7 +249,8 @@ def test_byte_fallback_stop_strings_equal_a_plain_search(kind: str, data: st.Dat
     def reference(ids: Sequence[int]) -> str:
         return byte_fallback_text(tokenizer, ids)
 
-    check_stop(tokenizer.decode, reference, *data.draw(ids_and_stop_strings(fallback_ids, reference)))
+    case = data.draw(ids_and_stop_strings(fallback_ids, reference))
+    check_stop(tokenizer.decode, reference, *case, include_stop=data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize(
@@ -278,6 +281,11 @@ def test_stop_string(tokens: list[str | bytes], stop: list[str], text: str, stop
         output = OutputText(decode, order)
         assert stream(output, ids) == (text, stopped_at)
         assert output.text == text
+        including = OutputText(decode, order, include_stop=True)
+        with_stop = plain_search(decode, ids, stop, include_stop=True)
+        assert stream(including, ids) == with_stop
+        assert including.text == with_stop[0]
+        assert (with_stop[0] in [text + string for string in stop]) == (stopped_at is not None)
 
 
 def test_text_is_held_while_it_could_be_a_stop_string_and_then_released() -> None:
@@ -288,14 +296,14 @@ def test_text_is_held_while_it_could_be_a_stop_string_and_then_released() -> Non
         output.append(token)
         taken.append(output.take())
     assert taken == ["one ", "", "", "", "", "ENDENN", "", "E€"]
-    assert output.finish() == ""
+    assert output.flush() == ""
 
 
 def test_what_is_held_comes_at_the_end() -> None:
     decode, ids = pieces("so E", b"N\xe2\x82")
     output = OutputText(decode, ["END"])
     assert stream(output, ids) == ("so EN\ufffd", None)
-    assert output.finish() == ""
+    assert output.flush() == ""
     assert output.text == "so EN\ufffd"
 
 
@@ -359,11 +367,87 @@ def test_bad_stop_strings_are_refused(stop: Sequence[str], message: str) -> None
         OutputText(lambda ids: "", stop)
 
 
-@pytest.mark.parametrize("stop", [["b"], []])
-def test_nothing_comes_after_the_end(stop: list[str]) -> None:
+def test_nothing_comes_after_the_end() -> None:
     decode, ids = pieces("ab", "c")
-    output = OutputText(decode, stop)
-    if not output.append(ids[0]):
-        output.finish()
+    output = OutputText(decode, ["b"])
+    assert output.append(ids[0])
     with pytest.raises(RuntimeError, match="Token 1 comes after the end"):
         output.append(ids[1])
+
+
+# --- texts that go on behind a flush ----------------------------------------------------------------------------------
+
+
+def stream_with_flushes(output: OutputText, ids: Sequence[int], flushes: set[int]) -> tuple[str, list[tuple[int, str]]]:
+    """Streams ids and flushes behind some; returns what was handed out, and the characters that were unfinished at a flush.
+
+    The latter as (place in the text, what was handed out for it).
+    """
+    handed_out, spoiled = "", []
+    for index, token in enumerate(ids):
+        stopped = output.append(token)
+        handed_out += output.take()
+        if index in flushes and not stopped:
+            so_far = output.text
+            handed_out += output.flush()
+            whole = len(so_far.rstrip(REPLACEMENT))
+            if whole < len(so_far):
+                spoiled.append((whole, so_far[whole:]))
+        if stopped:
+            break
+    return handed_out + output.flush(), spoiled
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=ids_and_stop_strings(byte_level_ids, byte_level().decode), flushes=st.sets(st.integers(0, 39)))
+def test_a_flush_changes_nothing_in_the_text(case: tuple[list[int], list[str]], flushes: set[int]) -> None:
+    ids, stop = case
+    flushed, whole = OutputText(byte_level().decode, stop), OutputText(byte_level().decode, stop)
+    stream_with_flushes(flushed, ids, flushes)
+    stream(whole, ids)
+    assert flushed.text == whole.text
+
+
+@fallback_kinds
+@settings(max_examples=200, deadline=None)
+@given(ids=whole_ids, flushes=st.sets(st.integers(0, 39)), stop=st.lists(st.text("abEND ", min_size=1, max_size=5), max_size=2))
+def test_text_behind_a_flush_is_handed_out_once(kind: str, ids: list[int], flushes: set[int], stop: list[str]) -> None:
+    """Of a character that was unfinished at a flush U+FFFD is in the stream, perhaps itself too; nothing else may be lost."""
+    output = OutputText(sentencepiece_like(kind).decode, stop)
+    handed_out, spoiled = stream_with_flushes(output, ids, flushes)
+    text, pattern = output.text, ""
+    for place, character in enumerate(text):
+        marks = sum(len(given) for at, given in spoiled if at == place)
+        pattern += f"\ufffd{{1,{marks}}}{re.escape(character)}?" if marks else re.escape(character)
+    found = re.match(pattern, handed_out)
+    assert found is not None, (text, handed_out)
+    # Only a stop string that turned out to begin in what a flush had handed out leaves something more.
+    assert any(string.startswith(handed_out[found.end() :]) for string in ["", *stop])
+
+
+def test_held_text_is_handed_out_by_a_flush_and_not_again() -> None:
+    decode, ids = pieces("so E", "N", "x", "E", "N", "D")
+    output = OutputText(decode, ["END"])
+    handed_out = []
+    for token in ids:
+        output.append(token)
+        handed_out.append((output.take(), output.flush()))
+    assert handed_out == [("so ", "E"), ("", "N"), ("x", ""), ("", "E"), ("", "N"), ("", "")]
+    assert output.text == "so ENx"
+
+
+@fallback_kinds
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_a_flush_inside_a_character_of_byte_tokens_loses_nothing_behind_it(kind: str, num_bytes: int) -> None:
+    tokenizer = sentencepiece_like(kind)
+    ids = byte_ids("😀".encode())
+    output = OutputText(tokenizer.decode)
+    for token in ids[:num_bytes]:
+        output.append(token)
+    assert output.flush() == REPLACEMENT * num_bytes
+    handed_out = ""
+    for token in [*ids[num_bytes:], tokenizer.token_to_id("a"), tokenizer.token_to_id("b")]:
+        output.append(token)
+        handed_out += output.take()
+    assert output.text == "😀ab"
+    assert handed_out.lstrip("😀") == "ab"

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from runtime.contract import FileRecord, TokenizerSpec
 from runtime.errors import BundleError, PromptError
-from runtime.tokenizer import Tokenizer
+from runtime.tokenizer import Tokenizer, check_messages
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -216,6 +216,13 @@ def test_a_template_that_is_not_jinja_is_the_bundles_fault() -> None:
 def test_messages_of_another_form_are_refused(messages: Sequence[Mapping[str, str]], error: str) -> None:
     with pytest.raises(PromptError, match=error):
         with_template(CHATML).render_chat(messages)
+
+
+@pytest.mark.parametrize(("messages", "at_least"), [([], 0), ((), 0), (USER, 0), (USER, 1), (tuple(USER * 2), 2)])
+def test_messages_may_be_any_sequence_of_enough(messages: Sequence[Mapping[str, str]], at_least: int) -> None:
+    check_messages(messages, at_least=at_least)
+    with pytest.raises(PromptError, match="There are no messages"):
+        check_messages(messages, at_least=len(messages) + 1)
 
 
 def test_without_a_template_there_is_no_chat() -> None:

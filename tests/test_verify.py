@@ -1,5 +1,6 @@
 """The acceptance rule: figures worked by hand, and the law of what it emits, integrated exactly over the uniforms."""
 
+import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runtime.verify import Verification, acceptance_probability, draw, residual_distribution, verify
+from runtime.verify import (
+    Drawing,
+    Verification,
+    acceptance_probability,
+    draw,
+    residual_distribution,
+    verify,
+    verify_choices,
+)
 
 A, B, C, D, E = range(5)
 TARGET = [0.40, 0.25, 0.20, 0.10, 0.05]
@@ -31,8 +40,9 @@ def one_hot(token: int, size: int = 5) -> list[float]:
 def test_three_accepted_and_a_bonus_are_four_tokens_from_one_pass() -> None:
     # The bonus row's cumulative probabilities are 0.40, 0.65, 0.85, 0.95, 1: 0.90 lies in D.
     done = verify([A, B, C], np.array([DRAFT] * 3), np.array([TARGET] * 4), [0.99, 0.72, 0.99, 0.90])
-    assert [round(probability, 3) for probability in done.acceptance_probabilities] == [1.0, 0.833, 1.0]
-    assert (done.num_accepted, done.next_token, done.residual) == (3, D, None)
+    assert done.drawing is not None
+    assert [round(probability, 3) for probability in done.drawing.acceptance_probabilities] == [1.0, 0.833, 1.0]
+    assert (done.num_accepted, done.next_token, done.drawing.residual) == (3, D, None)
 
 
 @pytest.mark.parametrize(("uniform", "correction"), [(0.0, A), (0.66, A), (0.67, C), (LARGEST_UNIFORM, C)])
@@ -40,10 +50,11 @@ def test_a_refused_token_is_replaced_from_the_residual_and_ends_the_block(unifor
     draft_row, target_row = [0.30, 0.30, 0.15, 0.15, 0.10], [0.40, 0.10, 0.20, 0.10, 0.05]
     target_rows = np.array([TARGET, target_row, TARGET, TARGET])
     done = verify([A, B, C], np.array([DRAFT, draft_row, DRAFT]), target_rows, [0.5, 0.65, 0.0, uniform])
-    assert [round(probability, 3) for probability in done.acceptance_probabilities] == [1.0, 0.333]
+    assert done.drawing is not None
+    assert [round(probability, 3) for probability in done.drawing.acceptance_probabilities] == [1.0, 0.333]
     assert done.num_accepted == 1
-    assert done.residual is not None
-    np.testing.assert_allclose(done.residual, [2 / 3, 0, 1 / 3, 0, 0], atol=1e-12)
+    assert done.drawing.residual is not None
+    np.testing.assert_allclose(done.drawing.residual, [2 / 3, 0, 1 / 3, 0, 0], atol=1e-12)
     assert done.next_token == correction
 
 
@@ -57,7 +68,11 @@ def test_acceptance_probability(target: float, draft: float, expected: float) ->
 def test_a_token_is_accepted_below_its_probability_and_refused_at_it() -> None:
     rows = np.array([[0.5, 0.5], [1.0, 0.0]])
     assert verify([1], None, rows, [np.nextafter(0.5, 0), 0]).num_accepted == 1
-    assert verify([1], None, rows, [0.5, 0]) == Verification(0, 0, (0.5,), pytest.approx([1.0, 0.0]))
+    done = verify([1], None, rows, [0.5, 0])
+    assert (done.num_accepted, done.next_token) == (0, 0)
+    assert done.drawing is not None
+    assert done.drawing.acceptance_probabilities == (0.5,)
+    np.testing.assert_array_equal(done.drawing.residual, [1.0, 0.0])
 
 
 @pytest.mark.parametrize("draft_probs", [None, np.array([[0.5, 0.5]])])
@@ -78,7 +93,31 @@ def test_equal_rows_have_the_target_itself_as_residual() -> None:
 
 
 def test_an_empty_proposal_draws_from_the_target() -> None:
-    assert verify([], None, np.array([TARGET]), [0.84]) == Verification(0, C, (), None)
+    target_probs, uniforms = np.array([TARGET]), [0.84]
+    assert verify([], None, target_probs, uniforms) == Verification(0, C, Drawing(target_probs, uniforms, (), None))
+    # One uniform, and no more: which it is does not matter to a proposal of nothing.
+    assert verify([], np.empty((0, 5)), target_probs, uniforms).next_token == C
+
+
+def test_a_drawing_holds_the_numbers_it_was_made_of() -> None:
+    draft_probs, target_probs, uniforms = np.array([DRAFT] * 2), np.array([TARGET] * 3), np.array([0.0, 0.9, 0.1])
+    before = [array.copy() for array in (draft_probs, target_probs, uniforms)]
+    drawing = verify([A, E], draft_probs, target_probs, uniforms).drawing
+    assert drawing is not None
+    assert drawing.target_probs is target_probs
+    assert drawing.uniforms is uniforms
+    assert drawing.acceptance_probabilities == (1.0, 0.5)
+    np.testing.assert_allclose(drawing.residual, [2 / 3, 0, 1 / 3, 0, 0], atol=1e-12)
+    for array, copy in zip((draft_probs, target_probs, uniforms), before, strict=True):
+        assert np.array_equal(array, copy)
+
+
+def test_the_first_refusal_ends_the_judgement() -> None:
+    # The second token has draft probability 0, which is an error where it is judged.
+    done = verify([E, A], np.array([DRAFT, one_hot(B)]), np.array([TARGET] * 3), [0.99, 0.0, 0.0])
+    assert done.num_accepted == 0
+    assert done.drawing is not None
+    assert done.drawing.acceptance_probabilities == (0.5,)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +144,121 @@ def test_draw_never_gives_a_token_of_probability_zero(probabilities: list[float]
         assert row[draw(row, min(uniform, LARGEST_UNIFORM))] > 0
 
 
+DRAW_SIZES = [1, 5, 511, 512, 513, 1024, 2000]
+WHOLE = 1 << 24
+
+
+def whole_numbers(size: int, seed: int) -> list[int]:
+    """Weights that sum to 2 ** 24, so that float32 and float64 hold them and all their sums exactly."""
+    random = np.random.default_rng(seed)
+    weights = random.integers(0, WHOLE // (2 * size), size)
+    weights[random.random(size) < 0.3] = 0
+    if size > 5:
+        borders = [0, 1, 510, 511, 512, 513, 1023, 1024, 1535, 1536, size - 2, size - 1]
+        weights[[token for token in borders if token < size and random.random() < 0.8]] = 0
+    weights[random.integers(size)] += WHOLE - weights.sum()
+    return weights.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", DRAW_SIZES)
+def test_draw_is_the_plain_cumulative_sum_at_every_step_of_it(size: int, dtype: type) -> None:
+    for seed in range(3):
+        weights = whole_numbers(size, seed)
+        row = (np.array(weights) / WHOLE).astype(dtype)
+        ends = list(itertools.accumulate(weights))
+        steps = [0.0, *(end / WHOLE for end in ends)]
+        chosen = steps if size < 600 else [*steps[:: size // 100], *steps[505:520], *steps[1020:1030], *steps[-5:]]
+        for step in {*chosen, 0.5, LARGEST_UNIFORM}:
+            for uniform in (np.nextafter(step, 0), step, np.nextafter(step, 1)):
+                if 0 <= uniform < 1:
+                    # The first token whose sum exceeds the uniform: scaling by a power of two is exact.
+                    expected = bisect.bisect_right(ends, float(uniform) * WHOLE)
+                    assert draw(row, float(uniform)) == expected, (seed, uniform)
+
+
+@pytest.mark.parametrize("size", [511, 512, 513, 1024, 1025, 2000])
+@pytest.mark.parametrize("only", [0, 1, 510, 511, 512, 513, 1023, 1024, 1999])
+def test_draw_finds_the_only_token_there_is(size: int, only: int) -> None:
+    if only < size:
+        for value in (1.0, 0.7, 1e-38):
+            row = np.zeros(size, np.float32)
+            row[only] = value
+            assert [draw(row, uniform) for uniform in (0.0, 0.5, LARGEST_UNIFORM)] == [only] * 3
+
+
+@pytest.mark.parametrize("size", DRAW_SIZES)
+def test_draw_of_rounded_rows_is_the_plain_sum_up_to_rounding(size: int) -> None:
+    random = np.random.default_rng(size)
+    for sparse in (0.0, 0.9):
+        row = random.exponential(size=size) * (random.random(size) >= sparse)
+        row[random.integers(size)] += 0.5
+        row = (0.97 * row / row.sum()).astype(np.float32)
+        ends = np.cumsum(row, dtype=np.longdouble)
+        ends /= ends[-1]
+        # Where the blocks meet, their sums and the running sum round differently: the token must be possible all the same.
+        near = [
+            ends[token] * (1 + ulps * 2.0**-53)
+            for token in (510, 511, 512, 1023, size - 1)
+            if token < size
+            for ulps in (-2, -1, 0, 1)
+        ]
+        for uniform in np.minimum([*random.random(200), *map(float, near), 0.0], LARGEST_UNIFORM).tolist():
+            token = draw(row, uniform)
+            assert row[token] > 0
+            assert (ends[token - 1] if token else 0) - 1e-14 <= uniform <= ends[token] + 1e-14
+
+
 def test_a_draw_follows_float64_sums_of_float32_rows() -> None:
     # In float32 the sum of these stops growing at 1: the last million would never be drawn.
     row = np.full(1 << 21, 2.0**-24, np.float32)
     row[0] = 1.0
     assert draw(row, 0.999) > 1 << 20
+
+
+@pytest.mark.parametrize("size", [512, 600, 1024])
+def test_a_draw_adds_in_float64_inside_a_block_too(size: int) -> None:
+    row = np.full(size, 2.0**-25, np.float32)
+    row[0] = 1.0
+    total = 1 + (size - 1) * 2.0**-25
+    for token in (1, 2, 255, 510, 511, size - 1):
+        assert draw(row, (1 + (token - 0.5) * 2.0**-25) / total) == token
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("proposed", "choices", "expected"),
+    [
+        ((), (4,), (0, 4)),
+        ((4,), (4, 2), (1, 2)),
+        ((4,), (3, 2), (0, 3)),
+        ((4, 2, 7), (4, 2, 7, 1), (3, 1)),
+        ((4, 2, 7), (4, 3, 7, 1), (1, 3)),  # a token behind a refused one is not looked at, though it agrees
+        ((4, 4), (4, 5, 4), (1, 5)),
+    ],
+)
+def test_choices_are_accepted_up_to_the_first_that_differs(
+    proposed: tuple[int, ...], choices: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    assert verify_choices(proposed, choices) == Verification(*expected, None)
+    done = verify_choices(np.array(proposed, np.int64), np.array(choices))
+    assert done == Verification(*expected)
+    assert type(done.next_token) is int
+
+
+def test_choices_are_the_one_hot_case_of_the_rule() -> None:
+    for proposed in itertools.product(range(3), repeat=2):
+        for choices in itertools.product(range(3), repeat=3):
+            done = verify(proposed, None, np.array([one_hot(choice, 3) for choice in choices]), [0.5] * 3)
+            assert verify_choices(proposed, choices) == Verification(done.num_accepted, done.next_token)
+
+
+@pytest.mark.parametrize("num_choices", [0, 1, 2, 4])
+def test_another_number_of_choices_is_refused(num_choices: int) -> None:
+    with pytest.raises(ValueError, match=f"A proposal of 2 tokens needs 3 choices of the target; found {num_choices}"):
+        verify_choices([1, 2], [1] * num_choices)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -158,11 +158,11 @@ class StaleContext:
         self._context, self._length = context, 0
 
     def run(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int) -> NDArray[np.float32]:
-        stale = [cache[:, :, past_length : self._length].copy() for cache in self._context._caches]
+        stale = [cache[:, :, past_length : self._length].copy() for cache in self._context.caches]
         rows = []
         for place, token in enumerate(token_ids, start=past_length):
             rows.append(self._context.run(np.array([token]), place, 1).copy())
-            for cache, old in zip(self._context._caches, stale, strict=True):
+            for cache, old in zip(self._context.caches, stale, strict=True):
                 cache[:, :, past_length : self._length] = old
         self._length = max(self._length, past_length + len(token_ids))
         return np.concatenate(rows)[-num_rows:]

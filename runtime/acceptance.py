@@ -1,0 +1,162 @@
+"""How a draft chooses the tokens it proposes, and how the target judges them: two rules that belong together in pairs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import SamplingError
+from .noise import ExponentialNoise
+from .sampling import Logits, Sampler
+from .verify import Verification, draw, verify, verify_choices
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens for the target to check.
+
+    Attributes:
+        tokens: [k] ids, in order.
+        probs: float32 [k, vocab_size], row i being the distribution tokens[i] was drawn from; None when nothing was
+            drawn: the token was chosen, or looked up.
+    """
+
+    tokens: tuple[int, ...] = ()
+    probs: NDArray[np.float32] | None = None
+
+
+class AcceptanceRule(Protocol):
+    """One generation's way to choose and judge tokens. Logits are float32 [rows, vocab_size] and are not changed."""
+
+    depends_on_rounds: bool
+    """Whether where a round begins changes the tokens (not their law): then a limit must not cut a proposal short."""
+
+    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+        """Chooses the draft's next token.
+
+        Args:
+            logits: One row, at the place behind history and block.
+            history: Prompt and text so far.
+            block: Tokens proposed behind it.
+
+        Returns:
+            The token; and float32 [vocab_size], the distribution it was drawn from, if it was drawn.
+
+        Raises:
+            SamplingError: The sampling rules leave no token.
+        """
+        ...
+
+    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+        """Judges a proposal by the target's k + 1 rows.
+
+        Raises:
+            SamplingError: The sampling rules leave no token.
+        """
+        ...
+
+
+class RejectionRule:
+    """Draws from the draft, and accepts with probability min(1, target / draft); see `verify`."""
+
+    depends_on_rounds = True
+
+    def __init__(self, sampler: Sampler, random: np.random.Generator) -> None:
+        """Takes the rules of the text, and where all its draws come from."""
+        self._sampler = sampler
+        self._random = random
+
+    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+        """Draws a token; see AcceptanceRule."""
+        row = self._sampler.distributions(logits, history, block)[0]
+        return draw(row, self._random.random()), row
+
+    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+        """Accepts by chance, and draws the correction or the bonus; see AcceptanceRule."""
+        rows, reachable = _reachable(self._sampler.distributions, logits, history, proposal)
+        verification = verify(reachable.tokens, reachable.probs, rows, self._random.random(len(rows)))
+        return _without_impossible(verification, reachable, proposal)
+
+
+class GreedyRule:
+    """Both models choose the most probable token."""
+
+    depends_on_rounds = False
+
+    def __init__(self, sampler: Sampler) -> None:
+        """Takes the rules of the text."""
+        self._sampler = sampler
+
+    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+        """Chooses a token; see AcceptanceRule."""
+        return int(self._sampler.scores(logits, history, block)[0].argmax()), None
+
+    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+        """Accepts what the target would have chosen; see AcceptanceRule."""
+        rows, reachable = _reachable(self._sampler.scores, logits, history, proposal)
+        verification = verify_choices(reachable.tokens, rows.argmax(axis=1).tolist())
+        return _without_impossible(verification, reachable, proposal)
+
+
+class CoupledRule:
+    """Both models sample with the same noise at a position, so that they mostly choose alike (Daliri et al. 2024)."""
+
+    depends_on_rounds = False
+
+    def __init__(self, sampler: Sampler, noise: ExponentialNoise) -> None:
+        """Takes the rules of the text and its noise."""
+        self._sampler = sampler
+        self._noise = noise
+
+    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+        """Chooses a token; see AcceptanceRule."""
+        return self._choices(self._sampler.weights(logits, history, block), len(history) + len(block))[0], None
+
+    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+        """Accepts what the target would have chosen; see AcceptanceRule."""
+        self._noise.forget_before(len(history))
+        rows, reachable = _reachable(self._sampler.weights, logits, history, proposal)
+        verification = verify_choices(reachable.tokens, self._choices(rows, len(history)))
+        return _without_impossible(verification, reachable, proposal)
+
+    def _choices(self, weights: Logits, position: int) -> list[int]:
+        """Chooses a token for each row, the first of which stands at `position`."""
+        for row in range(len(weights)):
+            weights[row] /= self._noise.row(position + row, weights.shape[1])
+        choices: list[int] = weights.argmax(axis=1).tolist()
+        return choices
+
+
+def _reachable(
+    apply: Callable[[Logits, Sequence[int], Sequence[int]], Logits],
+    logits: Logits,
+    history: Sequence[int],
+    proposal: Proposal,
+) -> tuple[Logits, Proposal]:
+    """Applies sampling rules to a proposal's rows, and cuts it where they leave no token.
+
+    Such a row may stand behind a token that is refused, and then it is no error: the text never gets there.
+
+    Returns:
+        float32 [k + 1, vocab_size], and the k tokens up to the first such row, for which the one before stands in.
+
+    Raises:
+        SamplingError: The first row has no token left.
+    """
+    try:
+        return apply(logits, history, proposal.tokens), proposal
+    except SamplingError as error:
+        if error.row == 0:
+            raise
+        rows = apply(logits[: error.row], history, proposal.tokens[: error.row - 1])
+        probs = None if proposal.probs is None else proposal.probs[: error.row]
+        return np.concatenate([rows, rows[-1:]]), Proposal(proposal.tokens[: error.row], probs)
+
+
+def _without_impossible(verification: Verification, reachable: Proposal, proposal: Proposal) -> Verification:
+    """Takes the last token away where it comes from a row that only stands in for one without tokens."""
+    if reachable is proposal or verification.num_accepted < len(reachable.tokens):
+        return verification
+    return replace(verification, next_token=None)

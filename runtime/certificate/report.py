@@ -1,0 +1,199 @@
+"""The certificate as a document: JSON for programs, one page for people."""
+
+import io
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from runtime.contract import Bundle
+from runtime.errors import SpecError
+from runtime.generator import Generator
+
+from .verdict import Advance, Check, Verdict
+
+JSON_NAME = "certificate.json"
+PAGE_NAME = "certificate.html"
+_FORMAT_VERSION = "1.0"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What one check found.
+
+    Attributes:
+        title: The check's.
+        verdicts: At least one.
+    """
+
+    title: str
+    verdicts: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """All that was checked, on what and where.
+
+    Attributes:
+        bundle: The bundle's folder, as it was given.
+        files: SHA-256 of the files that hold graphs, weights and tokenizer, by path.
+        pair: What runs where; Generator.describe.
+        machine: Processor, system, versions of what computes.
+        created: Local time in ISO 8601.
+        seconds: How long it took.
+        checks: What was found.
+    """
+
+    bundle: str
+    files: Mapping[str, str]
+    pair: Mapping[str, str]
+    machine: Mapping[str, str]
+    created: str
+    seconds: float
+    checks: tuple[CheckReport, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every claim was found to hold."""
+        return all(verdict.passed for check in self.checks for verdict in check.verdicts)
+
+    @property
+    def false_alarm(self) -> float:
+        """At most so probable it is that a pair without fault fails: the sum over all verdicts."""
+        return sum(verdict.false_alarm for check in self.checks for verdict in check.verdicts)
+
+    @classmethod
+    def of(
+        cls, bundle: Bundle, folder: str, generator: Generator, seconds: float, checks: Sequence[CheckReport]
+    ) -> "Certificate":
+        """Gathers what was checked, and on what."""
+        specs = [bundle.target, *([] if bundle.draft is None else [bundle.draft])]
+        records = [bundle.tokenizer.file, *(record for spec in specs for record in spec.graph)]
+        return cls(
+            folder,
+            {record.path: record.sha256 for record in records},
+            generator.describe(),
+            _machine(),
+            datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
+            seconds,
+            tuple(checks),
+        )
+
+    def write(self, folder: Path) -> None:
+        """Writes both documents; neither is there half.
+
+        Raises:
+            SpecError: They cannot be written.
+        """
+        document = {
+            "format_version": _FORMAT_VERSION,
+            "passed": self.passed,
+            "false_alarm": self.false_alarm,
+            **asdict(self),
+        }
+        documents = {JSON_NAME: json.dumps(document, indent=2, ensure_ascii=False) + "\n", PAGE_NAME: self._page()}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in documents.items():
+                partial = folder / f".{name}.partial"
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(folder / name)
+        except OSError as error:
+            raise SpecError(f"The certificate cannot be written to {folder}: {error.strerror or error}.") from error
+
+    def _page(self) -> str:
+        import jinja2
+
+        source = resources.files("runtime.certificate").joinpath("page.html.jinja").read_text(encoding="utf-8")
+        template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+        return template.render(certificate=self, plots=list(_plots(self.checks)))
+
+
+def run_check(check: Check, advance: Advance) -> CheckReport:
+    """Runs one check; an error of the pair's is a verdict, not the end of the certificate.
+
+    Args:
+        check: The check.
+        advance: See Check.run.
+    """
+    try:
+        return CheckReport(check.title, tuple(check.run(advance)))
+    except Exception as error:  # noqa: BLE001 - whatever a broken pair does, it has failed
+        found = f"{type(error).__name__}: {error}"
+        return CheckReport(check.title, (Verdict("The check runs to its end.", passed=False, found=found),))
+
+
+def _machine() -> dict[str, str]:
+    machine = {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+    }
+    shown = {"specrt", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "tensorrt"}
+    installed = {package.name: package.version for package in metadata.distributions() if package.name in shown}
+    return machine | dict(sorted(installed.items()))
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _plots(checks: Sequence[CheckReport]) -> Iterator[tuple[str, str]]:
+    """Yields captions and SVG drawings."""
+    for check in checks:
+        for verdict in check.verdicts:
+            if "work" in verdict.figures:
+                yield f"Tokens a round by the number of draft tokens, {check.title}", _draw_work(verdict.figures["work"])
+            if "outcomes" in verdict.figures:
+                yield f"Most probable outcomes: {check.title}", _draw_law(verdict.figures["outcomes"])
+
+
+def _draw_work(work: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    for drafter, by_number in work.items():
+        lengths = [counted["mean_acceptance_length"] for counted in by_number.values()]
+        axes.plot([int(number) for number in by_number], lengths, marker="o", label=drafter)
+    axes.set_xlabel("draft tokens a round (K)")
+    axes.set_ylabel("tokens a round")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return _svg(figure)
+
+
+def _draw_law(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(outcomes))
+    axes.bar(places, [outcome["expected"] for outcome in outcomes], color="#c8d4e6", label="the target alone")
+    axes.plot(places, [outcome["observed"] for outcome in outcomes], "k.", label="sampled with speculation")
+    # As plain text: a token may look like a formula.
+    labels = [repr(outcome["text"])[1:-1].replace("$", r"\$")[:18] for outcome in outcomes]
+    axes.set_xticks(list(places), labels, rotation=60, ha="right", fontsize=7)
+    axes.set_ylabel("probability")
+    axes.legend()
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    drawing = io.StringIO()
+    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    text = drawing.getvalue()
+    return text[text.index("<svg") :]

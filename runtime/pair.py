@@ -1,0 +1,135 @@
+"""What all texts of a generator share: two models, their tokenizer, and the answer to "how is this text to be made?"."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .acceptance import AcceptanceRule, CoupledRule, GreedyRule, RejectionRule
+from .backend import Model
+from .checks import is_whole
+from .errors import PromptError
+from .noise import ExponentialNoise
+from .sampling import Sampler
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+DRAFTERS = ("model", "lookup", "off")
+MAX_NUM_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class DecoderPair:
+    """Two loaded models and what belongs to both.
+
+    Attributes:
+        target: The model whose text is generated.
+        draft: The model that proposes, or None.
+        tokenizer: Of both models.
+        eos_token_ids: Ids that end a text.
+        drafter: What proposes unless a text asks for another: "model", "lookup" or "off".
+        num_draft_tokens: The most tokens a round proposes unless a text asks for another number.
+
+    Raises:
+        ValueError: An unknown drafter, one that needs a draft model where there is none, or a number out of range.
+    """
+
+    target: Model
+    draft: Model | None
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    drafter: str
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot propose."""
+        self.check_drafting(self.drafter, self.num_draft_tokens)
+
+    def check_drafting(self, drafter: str, num_draft_tokens: int) -> None:
+        """Raises ValueError as the class does."""
+        if not isinstance(drafter, str) or drafter not in DRAFTERS:
+            raise ValueError(f"The drafter '{drafter}' is unknown; there are {', '.join(DRAFTERS)}.")
+        if drafter == "model" and self.draft is None:
+            raise ValueError("The drafter 'model' needs a draft model, and this generator was loaded without one.")
+        if not is_whole(num_draft_tokens) or not 0 <= num_draft_tokens <= MAX_NUM_DRAFT_TOKENS:
+            raise ValueError(
+                f"num_draft_tokens is {num_draft_tokens!r}; a whole number from 0 to {MAX_NUM_DRAFT_TOKENS} is expected."
+            )
+
+    def prompt_tokens(self, prompt: "Prompt") -> list[int]:
+        """Returns a prompt's token ids, at least one.
+
+        Args:
+            prompt: A string, chat messages for the template, or token ids.
+
+        Raises:
+            PromptError: It is none of these, is empty, or holds unknown tokens.
+            BundleError: The chat template is not valid.
+        """
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+        elif (
+            not isinstance(prompt, Sequence | np.ndarray)
+            or isinstance(prompt, bytes | bytearray)
+            or getattr(prompt, "ndim", 1) != 1
+        ):
+            raise PromptError(f"The prompt is {prompt!r:.80}; a string, a list of messages or a list of token ids is expected.")
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            tokens = _checked_token_ids(prompt, self.target.spec.vocab_size)
+        if not tokens:
+            raise PromptError("The prompt is empty: give a string, chat messages or token ids that make at least one token.")
+        return tokens
+
+    def end_token_ids(self, params: SamplingParams) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the end-of-text tokens of a text, and its stop tokens."""
+        return frozenset() if params.ignore_eos else self.eos_token_ids, frozenset(params.stop_token_ids)
+
+    def acceptance_rule(self, params: SamplingParams, prompt_length: int) -> AcceptanceRule:
+        """Returns the way a text's tokens are chosen and judged.
+
+        Raises:
+            ValueError: The rules name tokens that the target does not have.
+        """
+        bad_words = self._bad_words(params)
+        self._check_named_tokens((*params.logit_bias, *params.stop_token_ids, *(token for word in bad_words for token in word)))
+        ends = frozenset().union(*self.end_token_ids(params))
+        sampler = Sampler(params, prompt_length=prompt_length, end_token_ids=ends, bad_words=bad_words)
+        if params.greedy:
+            return GreedyRule(sampler)
+        if params.acceptance == "coupled":
+            return CoupledRule(sampler, ExponentialNoise(params.seed))
+        return RejectionRule(sampler, np.random.Generator(np.random.Philox(params.seed)))
+
+    def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Returns bad_words as runs of ids: a string as it begins a text, and as it follows a space."""
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            if isinstance(word, str):
+                for text in (word, f" {word.lstrip()}"):
+                    words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+            else:
+                words[tuple(word)] = None
+        return [word for word in words if word]
+
+    def _check_named_tokens(self, tokens: Iterable[int]) -> None:
+        largest = max(tokens, default=0)
+        if largest >= self.target.spec.vocab_size:
+            raise ValueError(
+                f"The sampling rules (logit_bias, stop_token_ids, bad_words) name token {largest}; the target's are 0 to "
+                f"{self.target.spec.vocab_size - 1}."
+            )
+
+
+def _checked_token_ids(prompt: Sequence[object], vocab_size: int) -> list[int]:
+    for token in prompt:
+        if not is_whole(token) or not 0 <= token < vocab_size:
+            raise PromptError(f"The prompt holds {token!r}; token ids from 0 to {vocab_size - 1} are expected.")
+    return [int(token) for token in prompt]  # type: ignore[call-overload]

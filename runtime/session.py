@@ -1,0 +1,205 @@
+"""Caches that outlive a text: a prompt that begins as the text before it is computed from where the two part."""
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .decoder import Decoder
+from .drafters import Drafter, LookupDrafter, ModelDrafter, NoDrafter
+from .errors import PromptError
+from .generation import Generation, GenerationResult, Piece
+from .pair import MAX_NUM_DRAFT_TOKENS, DecoderPair
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .pair import Prompt
+
+
+class Session:
+    """One text at a time, and the caches it leaves to the next. For one thread at a time.
+
+    A text is the same in whatever session it is generated: what is cached saves work and changes nothing.
+    """
+
+    def __init__(self, pair: DecoderPair, max_length: int) -> None:
+        """Allocates the target's cache, and later the draft's, when it is first asked for.
+
+        Args:
+            pair: The models.
+            max_length: The most tokens of prompt and text together, at most the target's context.
+
+        Raises:
+            DeviceError: There is not so much memory.
+        """
+        self._pair = pair
+        self._max_length = max_length
+        # Room for proposals beyond it, so that a text does not depend on how much was asked for.
+        self._capacity = min(pair.target.spec.context_length, max_length + MAX_NUM_DRAFT_TOKENS)
+        self._target = Decoder(pair.target, self._capacity, num_rows=MAX_NUM_DRAFT_TOKENS + 1)
+        self._draft: Decoder | None = None
+        self._current: Generation | None = None
+
+    def generate(
+        self,
+        prompt: "Prompt",
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        num_draft_tokens: int | None = None,
+        cancel: threading.Event | None = None,
+    ) -> GenerationResult:
+        """Generates a whole text; arguments and errors are those of `Generator.stream`."""
+        return last_result(self.stream(prompt, params, drafter=drafter, num_draft_tokens=num_draft_tokens, cancel=cancel))
+
+    def stream(
+        self,
+        prompt: "Prompt",
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        num_draft_tokens: int | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Iterator[Piece]:
+        """Generates a text round by round; arguments and errors are those of `Generator.stream`.
+
+        The stream of the text before it, if it has not ended, raises RuntimeError from here on.
+        """
+        started = self.start(prompt, params, drafter=drafter, num_draft_tokens=num_draft_tokens, cancel=cancel)
+        return self.pieces(started)
+
+    def resume(self, max_new_tokens: int, *, cancel: threading.Event | None = None) -> Iterator[Piece]:
+        """Lets the last text, which was cut off by its length, cancelled or left, go on as if it had never stopped.
+
+        Args:
+            max_new_tokens: How many tokens it may grow by.
+            cancel: See Generator.stream.
+
+        Returns:
+            An iterator over what is new; its result is the whole text.
+
+        Raises:
+            ValueError: There is no text, it has come to its own end, or the context is full.
+        """
+        if self._current is None:
+            raise ValueError("There is no text to go on with: generate one first.")
+        check_cancel(cancel)
+        self._current.extend(max_new_tokens)
+        for decoder in (self._target, self._draft):
+            if decoder is not None:
+                decoder.cancel = cancel
+        return self.pieces(self._current)
+
+    def fork(self) -> "Session":
+        """Returns a session with copies of the caches; neither sees what the other does from here on.
+
+        Raises:
+            DeviceError: There is no memory for it.
+        """
+        fork = Session(self._pair, self._max_length)
+        fork._target = self._target.fork()
+        fork._draft = self._draft and self._draft.fork()
+        return fork
+
+    def start(
+        self,
+        prompt: "Prompt",
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        num_draft_tokens: int | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Generation:
+        """Begins a text and computes nothing yet; arguments and errors are those of `Generator.stream`."""
+        pair = self._pair
+        params = checked_params(params)
+        check_cancel(cancel)
+        drafter = pair.drafter if drafter is None else drafter
+        num_draft_tokens = pair.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        pair.check_drafting(drafter, num_draft_tokens)
+        tokens = pair.prompt_tokens(prompt)
+        check_prompt_length(len(tokens), self._max_length)
+        rule = pair.acceptance_rule(params, len(tokens))
+        eos_token_ids, stop_token_ids = pair.end_token_ids(params)
+        if drafter == "model" and self._draft is None:
+            assert pair.draft is not None, "checked by check_drafting"
+            self._draft = Decoder(pair.draft, min(self._capacity, pair.draft.spec.context_length), num_rows=1)
+        self._current = None
+        self._target.begin(tokens, cancel)
+        if drafter == "model":
+            proposer: Drafter = ModelDrafter(
+                self._begun_draft(tokens, cancel),
+                rule,
+                target_vocab_size=pair.target.spec.vocab_size,
+                end_token_ids=eos_token_ids | stop_token_ids,
+            )
+        else:
+            proposer = LookupDrafter() if drafter == "lookup" else NoDrafter()
+        self._current = Generation(
+            self._target,
+            proposer,
+            tokens,
+            params,
+            rule=rule,
+            num_draft_tokens=num_draft_tokens,
+            max_length=self._max_length,
+            capacity=self._capacity,
+            eos_token_ids=eos_token_ids,
+            decode=pair.tokenizer.decode,
+        )
+        return self._current
+
+    def pieces(self, generation: Generation) -> Iterator[Piece]:
+        """Runs a generation that was started here, as long as it is the current one.
+
+        Raises:
+            RuntimeError: Another text was begun in this session.
+        """
+        pieces = generation.pieces()
+        while generation is self._current:
+            try:
+                piece = next(pieces)
+            except StopIteration:
+                return
+            yield piece
+        if generation.finish_reason is not None:
+            return
+        raise RuntimeError("This text cannot go on: another one was begun in the same session.")
+
+    def _begun_draft(self, prompt: list[int], cancel: threading.Event | None) -> Decoder:
+        model = self._pair.draft
+        assert model is not None, "checked by check_drafting"
+        if self._draft is None:
+            self._draft = Decoder(model, min(self._capacity, model.spec.context_length), num_rows=1)
+        self._draft.begin(prompt, cancel)
+        return self._draft
+
+
+def last_result(pieces: Iterator[Piece]) -> GenerationResult:
+    """Runs a stream to its end and returns its result."""
+    result = None
+    for piece in pieces:
+        result = piece.result
+    assert result is not None, "a stream that ends has a result"
+    return result
+
+
+def check_cancel(cancel: object) -> None:
+    """Raises ValueError for what is neither an event nor None."""
+    if cancel is not None and not (callable(getattr(cancel, "is_set", None)) and not isinstance(cancel, type)):
+        raise ValueError(f"cancel is {cancel!r:.80}; a threading.Event is expected, or None.")
+
+
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    """Returns the rules, or the default ones; raises ValueError for anything else."""
+    if not isinstance(params, SamplingParams | None):
+        raise ValueError(f"params is {params!r:.80}; SamplingParams are expected, or None.")
+    return params or SamplingParams()
+
+
+def check_prompt_length(length: int, max_length: int) -> None:
+    """Raises PromptError when a prompt leaves no room for an answer."""
+    if length >= max_length:
+        raise PromptError(
+            f"The prompt has {length} tokens and the context holds {max_length}, one of them for the answer: shorten the "
+            f"prompt by {length - max_length + 1} or more, or raise the max_length of the session or the export."
+        )

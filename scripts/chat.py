@@ -1,0 +1,119 @@
+#!/usr/bin/env python
+"""Talk with a bundle's model. What has been said stays cached, so each turn costs what is new."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from command_line import new_parser, run
+from sampling_arguments import add_sampling_arguments, sampling_params
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from runtime import Chat, Piece, SamplingParams
+
+EXAMPLES = """examples:
+  python scripts/chat.py bundles/smollm2
+  python scripts/chat.py bundles/smollm2 --system "Answer in one sentence." --temperature 0.7 --top-p 0.9
+
+at the prompt:
+  /more    let the last answer go on, after it ended for its length or you pressed Ctrl-C
+  /again   another answer to your last message
+  /back    forget your last message and its answer
+  /exit    leave; so does the end of input
+"""
+COMMANDS = ("/more", "/again", "/back", "/exit")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = new_parser(__doc__, EXAMPLES)
+    parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py, of a model with a chat template")
+    parser.add_argument("--system", help="a system message before all others")
+    parser.add_argument("--drafter", choices=["model", "lookup", "off"], help="default: the draft model if the bundle has one")
+    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="tokens proposed in a round (default 4)")
+    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    add_sampling_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Talks until the input ends; returns the exit status."""
+    arguments = parse_arguments()
+
+    from runtime import Generator
+
+    params = sampling_params(arguments)
+    generator = Generator.from_bundle(
+        arguments.bundle,
+        device=arguments.device,
+        drafter=arguments.drafter,
+        num_draft_tokens=arguments.num_draft_tokens,
+        threads=arguments.threads,
+        shared_thread_pool=True,
+    )
+    chat = generator.chat([{"role": "system", "content": arguments.system}] if arguments.system else [])
+    while (line := _read_line()) is not None and line.strip() != "/exit":
+        _take_turn(chat, line, params)
+    return 0
+
+
+def _take_turn(chat: "Chat", line: str, params: "SamplingParams") -> None:
+    from runtime import SpecError
+
+    try:
+        _print_answer(_pieces(chat, line, params))
+    except (SpecError, ValueError) as error:
+        print(error, file=sys.stderr)
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
+
+
+def _pieces(chat: "Chat", line: str, params: "SamplingParams") -> "Iterator[Piece]":
+    """Does what a line asks for, and returns the answer that follows from it."""
+    command = line.strip()
+    turns = len(chat.messages) - len(chat.messages) % 2
+    if command == "/more":
+        return chat.resume(params.max_new_tokens)
+    if command == "/again":
+        if not any(message["role"] == "user" for message in chat.messages):
+            raise ValueError("There is no message to answer again.")
+        chat.rewind_to(len(chat.messages) - (chat.messages[-1]["role"] == "assistant"))
+        return chat.stream(None, params)
+    if command == "/back":
+        chat.rewind_to(max(0, len(chat.messages) - 2, len(chat.messages) - turns))
+        return iter(())
+    if command.startswith("/"):
+        raise ValueError(f"'{command}' is unknown; there are {', '.join(COMMANDS)}.")
+    return chat.stream(line, params)
+
+
+def _print_answer(pieces: "Iterator[Piece]") -> None:
+    result = None
+    try:
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+            result = piece.result
+    except KeyboardInterrupt:
+        print("\n[stopped; /more goes on]", file=sys.stderr)
+        return
+    if result is not None:
+        stats = result.stats
+        print(
+            f"\n[{result.finish_reason}; {stats.new_tokens} tokens, {stats.prompt_tokens - stats.cached_tokens} of "
+            f"{stats.prompt_tokens} prompt tokens read anew, {stats.decode_tokens_per_second:.1f} tokens per second]",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, extra=".[cpu]"))
