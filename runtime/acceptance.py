@@ -19,12 +19,17 @@ class Proposal:
 
     Attributes:
         tokens: [k] ids, in order.
-        probs: float32 [k, vocab_size], row i being the distribution tokens[i] was drawn from; None when nothing was
-            drawn: the token was chosen, or looked up.
+        probs: k entries, entry i being float32 [vocab_size], the distribution tokens[i] was drawn from, or None where it
+            was not drawn, but chosen or looked up; None when none was drawn.
     """
 
     tokens: tuple[int, ...] = ()
-    probs: NDArray[np.float32] | None = None
+    probs: Sequence[NDArray[np.float32] | None] | None = None
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], rows: Sequence[NDArray[np.float32] | None]) -> "Proposal":
+        """Puts tokens and the rows they came from together."""
+        return cls(tuple(tokens), tuple(rows) if any(row is not None for row in rows) else None)
 
 
 class AcceptanceRule(Protocol):

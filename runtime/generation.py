@@ -156,7 +156,7 @@ class Generation:
             raise ValueError(f"The text ended with '{self.finish_reason}': only one that was cut off or cancelled can go on.")
         if len(self.sequence) >= self._max_length:
             raise ValueError(f"The context of {self._max_length} tokens is full: the text cannot go on.")
-        self._limit = min(self._max_length, len(self.sequence) + max_new_tokens)
+        self._limit = min(self._max_length, len(self.sequence) + int(max_new_tokens))
         self.finish_reason = None
 
     def _next_piece(self, started: float) -> Piece:
@@ -170,6 +170,8 @@ class Generation:
             logprobs = block.logprobs[block.begin : end]
             self._logprobs += logprobs
         self._settle()
+        if block.begin == 0:
+            self._drafter.observe(done.verification.num_accepted)
         self.stats.count_kept(len(done.proposal.tokens), done.verification.num_accepted, range(block.begin, end))
         self._count_cost(started)
         text = self._text.take() if self.finish_reason is None else self._text.flush()

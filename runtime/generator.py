@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 
 from .backend import Model, open_backend
 from .chat import Chat
-from .checks import is_whole
-from .errors import BundleError
+from .checks import is_whole, shown
+from .draft_policy import MAX_SLOWDOWN
+from .drafters.adaptive import MODEL_PRIOR
+from .errors import BundleError, PromptError
 from .generation import GenerationResult, Piece
 from .manifest import load_bundle
+from .memory import check_fits, describe_memory, free_memory, promised_length
 from .pair import DecoderPair
+from .plan import PLAN, Plan, machine_of
 from .sampling_params import SamplingParams
 from .session import Session, check_prompt_length, checked_params, last_result
 from .tokenizer import Tokenizer, check_messages
 
 if TYPE_CHECKING:
     from .pair import Prompt
-
-DEFAULT_NUM_DRAFT_TOKENS = 4
 
 
 class Generator:
@@ -37,7 +39,9 @@ class Generator:
         eos_token_ids: Sequence[int],
         *,
         drafter: str | None = None,
-        num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+        num_draft_tokens: int | None = None,
+        plan: Plan | None = None,
+        max_slowdown: float = MAX_SLOWDOWN,
     ) -> None:
         """Puts loaded parts together; `from_bundle` is the usual way.
 
@@ -46,17 +50,32 @@ class Generator:
             draft: The model that proposes, or None.
             tokenizer: Of both models.
             eos_token_ids: Ids that end a text.
-            drafter: "model", "lookup" or "off"; None takes the draft model where there is one, lookup otherwise.
-            num_draft_tokens: The most tokens a round proposes, 0 to 64.
+            drafter: "auto" proposes whatever pays on this machine, by measured costs; "hybrid" looks up, and lets the draft
+                model fill in; "model"; "lookup"; "off" proposes nothing. None takes the model where there is one, lookup
+                otherwise.
+            num_draft_tokens: The most tokens a round proposes, 0 to 64; None for 4, or 16 with "auto".
+            plan: What was measured of the pair on this machine before; None to measure costs when "auto" first needs them.
+            max_slowdown: By which fraction any 64 tokens may take longer than without speculation, 0 to 1, where "auto"
+                proposes. More lets a good draft propose more.
 
         Raises:
             ValueError: An unknown drafter, a drafter that needs a draft model where there is none, or a number of tokens
                 out of range.
         """
         default = "lookup" if draft is None else "model"
+        self._plan = plan
         self._pair = DecoderPair(
-            target, draft, tokenizer, frozenset(eos_token_ids), default if drafter is None else drafter, num_draft_tokens
+            target,
+            draft,
+            tokenizer,
+            frozenset(eos_token_ids),
+            default if drafter is None else drafter,
+            num_draft_tokens,
+            known_costs=None if plan is None else plan.costs,
+            model_prior=MODEL_PRIOR if plan is None or plan.model_prior is None else plan.model_prior,
+            max_slowdown=max_slowdown,
         )
+        self._free_memory = free_memory()
 
     @property
     def target(self) -> Model:
@@ -90,10 +109,13 @@ class Generator:
         device: str = "cpu",
         draft_device: str | None = None,
         drafter: str | None = None,
-        num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+        num_draft_tokens: int | None = None,
         threads: int | None = None,
         shared_thread_pool: bool = False,
         verify_files: bool = True,
+        max_slowdown: float = MAX_SLOWDOWN,
+        max_length: int | None = None,
+        check_memory: bool = True,
     ) -> "Generator":
         """Loads a bundle made by scripts/export.py.
 
@@ -101,35 +123,50 @@ class Generator:
             folder: The bundle's folder.
             device: Where the target runs.
             draft_device: Where the draft runs; None for the same device.
-            drafter: See `__init__`.
+            drafter: See `__init__`; None for "auto", which measures costs now unless scripts/plan.py has done so here.
             num_draft_tokens: See `__init__`.
             threads: CPU threads for a pass; None for all the cores this process may use.
             shared_thread_pool: For programs that make no other ONNX Runtime sessions; see OrtBackend.
             verify_files: Whether to compare the files' hashes; without it, their sizes only.
+            max_slowdown: See `__init__`.
+            max_length: Tokens of the longest text there must be memory for, prompt included; it limits no text. None for
+                2048, or the context if that is less: caches take memory as they fill, so a machine that could not hold a
+                context of 32768 tokens still serves the texts most people ask of it.
+            check_memory: Whether to refuse, before anything is loaded, what does not fit into this machine's free memory;
+                pass False where the weights go into memory of a device's own.
 
         Raises:
             BundleError: The bundle is missing, damaged, changed, or of another format version.
-            DeviceError: The device is not there.
-            ValueError: See `__init__`.
+            DeviceError: The device is not there, or there is too little memory.
+            ValueError: See `__init__`; or max_length is not from 2 to the target's context.
         """
         bundle = load_bundle(folder, hash_contents=verify_files)
+        draft_spec = None if drafter in ("lookup", "off") else bundle.draft
+        max_length = promised_length(max_length, bundle.target.context_length)
+        if check_memory:
+            check_fits(bundle.target, draft_spec, max_length, free_memory())
         tokenizer = Tokenizer.from_spec(bundle.tokenizer, bundle.folder)
         _check_tokenizer(tokenizer, bundle.tokenizer.vocab_size, bundle.target.vocab_size, bundle.folder)
         backend = open_backend(device, threads=threads, shared_thread_pool=shared_thread_pool)
         target = backend.load(bundle.target, bundle.folder)
         draft = None
-        if bundle.draft is not None and drafter not in ("lookup", "off"):
+        if draft_spec is not None:
             if draft_device is not None and draft_device != device:
                 backend = open_backend(draft_device, threads=threads, shared_thread_pool=shared_thread_pool)
-            draft = backend.load(bundle.draft, bundle.folder)
-        return cls(
+            draft = backend.load(draft_spec, bundle.folder)
+        generator = cls(
             target,
             draft,
             tokenizer,
             bundle.tokenizer.eos_token_ids,
-            drafter=drafter,
+            drafter="auto" if drafter is None else drafter,
             num_draft_tokens=num_draft_tokens,
+            plan=Plan.load(bundle.folder, bundle, _machine(target, draft)),
+            max_slowdown=max_slowdown,
         )
+        if generator._pair.drafter == "auto":
+            _ = generator._pair.costs  # measured here, and not in the first text
+        return generator
 
     def generate(
         self,
@@ -158,7 +195,7 @@ class Generator:
             prompt: A string, a list of chat messages ({"role": ..., "content": ...}) for the model's chat template, or a
                 list of token ids.
             params: Sampling rules and limits; None for greedy with the default limits.
-            drafter: "model", "lookup" or "off" for this text; None for the generator's own.
+            drafter: Another drafter than the generator's own for this text; see `__init__`.
             num_draft_tokens: The most tokens a round proposes; None for the generator's own number.
             cancel: Setting this event, from any thread, ends the text before the next pass.
 
@@ -191,9 +228,9 @@ class Generator:
         context_length = self._pair.target.spec.context_length
         if max_length is not None and (not is_whole(max_length) or not 2 <= max_length <= context_length):
             raise ValueError(
-                f"max_length is {max_length!r:.80}; a number from 2 to the context's {context_length} is expected."
+                f"max_length is {shown(max_length)}; a number from 2 to the context's {context_length} is expected."
             )
-        return Session(self._pair, context_length if max_length is None else max_length)
+        return Session(self._pair, context_length if max_length is None else int(max_length))
 
     def chat(self, messages: Sequence[Mapping[str, str]] = (), *, max_length: int | None = None) -> Chat:
         """Returns a conversation that keeps its caches between turns.
@@ -203,15 +240,26 @@ class Generator:
             max_length: See `session`.
 
         Raises:
-            PromptError: The messages are not of this form.
+            PromptError: The messages are not of this form, or there is no chat template.
             ValueError: See `session`.
         """
         check_messages(messages, at_least=0)
+        if not self.tokenizer.has_chat_template:
+            raise PromptError("The bundle has no chat template, so it holds no conversation: use `session` with strings.")
         return Chat(self.session(max_length=max_length), messages)
 
+    def machine(self) -> dict[str, str]:
+        """Returns what this machine and its engines are, as far as costs depend on it."""
+        return _machine(self.target, self.draft)
+
     def describe(self) -> dict[str, str]:
-        """Returns what runs where, for people: engines, threads, precision, exactness, memory of a cached token."""
-        described = {"drafter": self._pair.drafter, "num_draft_tokens": str(self._pair.num_draft_tokens)}
+        """Returns what runs where, for people: engines, threads, precision, exactness, memory."""
+        described = {
+            "drafter": self._pair.drafter,
+            "num_draft_tokens": str(self._pair.draft_tokens_of(self._pair.drafter, None)),
+        }
+        if self._pair.drafter == "auto":
+            described["costs"] = "measured at load" if self._plan is None else f"from {PLAN}: {self._plan.advice}"
         for role, model in (("target", self._pair.target), ("draft", self._pair.draft)):
             if model is not None:
                 spec = model.spec
@@ -220,7 +268,13 @@ class Generator:
                     f" of {spec.min_rows} rows or more" if spec.min_rows > 1 else ""
                 )
                 described[f"{role} cache"] = f"{spec.cache_bytes_per_token / 1024:.0f} KiB a token"
-        return described
+        draft_spec = self.draft.spec if self.draft is not None else None
+        return described | describe_memory(self.target.spec, draft_spec, self._free_memory)
+
+
+def _machine(target: Model, draft: Model | None) -> dict[str, str]:
+    engines = {role: model.description for role, model in (("target", target), ("draft", draft)) if model is not None}
+    return machine_of(engines)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, recorded: int, vocab_size: int, folder: Path) -> None:

@@ -19,7 +19,7 @@ class ExponentialNoise:
 
     Salmon et al. 2011. The key is (seed, position), the counter runs through the vocabulary, four bytes a token; a shorter row
     is the beginning of a longer one. The random bytes are the same on every machine; the last bit of the logarithm depends on
-    the processor. Numbers below 1e-10 do not occur, so neither do tokens of a smaller probability: 2e-5 of all, at most.
+    the processor. Numbers below 1e-10 do not occur, so tokens of a smaller probability hardly do: 2e-5 of all, at most.
     """
 
     def __init__(self, seed: int | None) -> None:

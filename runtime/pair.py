@@ -2,15 +2,19 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .acceptance import AcceptanceRule, CoupledRule, GreedyRule, RejectionRule
 from .backend import Model
-from .checks import is_whole
+from .checks import check_number, is_whole, shown
+from .draft_policy import MAX_SLOWDOWN
+from .drafters.adaptive import MODEL_PRIOR
 from .errors import PromptError
 from .noise import ExponentialNoise
+from .pass_costs import PassCosts, measure_costs
 from .sampling import Sampler
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
@@ -20,8 +24,10 @@ if TYPE_CHECKING:
 
     Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
 
-DRAFTERS = ("model", "lookup", "off")
+DRAFTERS = ("auto", "hybrid", "model", "lookup", "off")
 MAX_NUM_DRAFT_TOKENS = 64
+_FIXED_NUM_DRAFT_TOKENS = 4
+_ADAPTIVE_NUM_DRAFT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,12 @@ class DecoderPair:
         draft: The model that proposes, or None.
         tokenizer: Of both models.
         eos_token_ids: Ids that end a text.
-        drafter: What proposes unless a text asks for another: "model", "lookup" or "off".
-        num_draft_tokens: The most tokens a round proposes unless a text asks for another number.
+        drafter: What proposes unless a text asks for another: "auto", "hybrid", "model", "lookup" or "off".
+        num_draft_tokens: The most tokens a round proposes unless a text asks for another number; None for 4, or for 16
+            where "auto" decides how many.
+        known_costs: What was measured before on this machine.
+        model_prior: The acceptance rate to expect of the draft model.
+        max_slowdown: By which fraction any 64 tokens may take longer than without speculation, where "auto" proposes.
 
     Raises:
         ValueError: An unknown drafter, one that needs a draft model where there is none, or a number out of range.
@@ -45,21 +55,40 @@ class DecoderPair:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     drafter: str
-    num_draft_tokens: int
+    num_draft_tokens: int | None = None
+    known_costs: PassCosts | None = None
+    model_prior: float = MODEL_PRIOR
+    max_slowdown: float = MAX_SLOWDOWN
 
     def __post_init__(self) -> None:
         """Refuses what cannot propose."""
+        check_number("max_slowdown", self.max_slowdown, "a number from 0 to 1", lambda value: 0 <= value <= 1)
         self.check_drafting(self.drafter, self.num_draft_tokens)
 
-    def check_drafting(self, drafter: str, num_draft_tokens: int) -> None:
+    @cached_property
+    def costs(self) -> PassCosts:
+        """What passes cost; measured now if that was not done before."""
+        return self.known_costs or measure_costs(self.target, self.draft)
+
+    def draft_tokens_of(self, drafter: str, num_draft_tokens: int | None) -> int:
+        """Returns the most tokens a round proposes with this drafter, where a text asks for so many, or for nothing."""
+        if num_draft_tokens is None:
+            num_draft_tokens = self.num_draft_tokens
+        if num_draft_tokens is not None:
+            return int(num_draft_tokens)
+        return _ADAPTIVE_NUM_DRAFT_TOKENS if drafter == "auto" else _FIXED_NUM_DRAFT_TOKENS
+
+    def check_drafting(self, drafter: str, num_draft_tokens: int | None) -> None:
         """Raises ValueError as the class does."""
         if not isinstance(drafter, str) or drafter not in DRAFTERS:
-            raise ValueError(f"The drafter '{drafter}' is unknown; there are {', '.join(DRAFTERS)}.")
-        if drafter == "model" and self.draft is None:
-            raise ValueError("The drafter 'model' needs a draft model, and this generator was loaded without one.")
+            raise ValueError(f"The drafter {shown(drafter)} is unknown; there are {', '.join(DRAFTERS)}.")
+        if drafter in ("model", "hybrid") and self.draft is None:
+            raise ValueError(f"The drafter '{drafter}' needs a draft model, and this generator was loaded without one.")
+        if num_draft_tokens is None:
+            return
         if not is_whole(num_draft_tokens) or not 0 <= num_draft_tokens <= MAX_NUM_DRAFT_TOKENS:
             raise ValueError(
-                f"num_draft_tokens is {num_draft_tokens!r}; a whole number from 0 to {MAX_NUM_DRAFT_TOKENS} is expected."
+                f"num_draft_tokens is {shown(num_draft_tokens)}; a whole number from 0 to {MAX_NUM_DRAFT_TOKENS} is expected."
             )
 
     def prompt_tokens(self, prompt: "Prompt") -> list[int]:
@@ -79,7 +108,9 @@ class DecoderPair:
             or isinstance(prompt, bytes | bytearray)
             or getattr(prompt, "ndim", 1) != 1
         ):
-            raise PromptError(f"The prompt is {prompt!r:.80}; a string, a list of messages or a list of token ids is expected.")
+            raise PromptError(
+                f"The prompt is {shown(prompt)}; a string, a list of messages or a list of token ids is expected."
+            )
         elif len(prompt) and isinstance(prompt[0], Mapping):
             tokens = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
         else:
@@ -113,7 +144,8 @@ class DecoderPair:
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             if isinstance(word, str):
-                for text in (word, f" {word.lstrip()}"):
+                bare = word.lstrip(" ")
+                for text in (word, f" {bare}") if bare else (word,):
                     words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
             else:
                 words[tuple(word)] = None
@@ -131,5 +163,5 @@ class DecoderPair:
 def _checked_token_ids(prompt: Sequence[object], vocab_size: int) -> list[int]:
     for token in prompt:
         if not is_whole(token) or not 0 <= token < vocab_size:
-            raise PromptError(f"The prompt holds {token!r}; token ids from 0 to {vocab_size - 1} are expected.")
+            raise PromptError(f"The prompt holds {shown(token)}; token ids from 0 to {vocab_size - 1} are expected.")
     return [int(token) for token in prompt]  # type: ignore[call-overload]

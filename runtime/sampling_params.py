@@ -3,13 +3,21 @@
 The names are those of transformers and of the OpenAI API.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .checks import check_number, check_whole, is_whole
+from .checks import check_number, check_whole, is_whole, shown
 
 ACCEPTANCE_RULES = ("rejection", "coupled")
 MAX_LOGPROBS = 100
+_LEAST = {"max_new_tokens": 1, "min_new_tokens": 0, "top_k": 0, "no_repeat_ngram_size": 0, "seed": 0, "logprobs": 0}
+_NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
+    (("temperature",), "a finite number of at least 0", lambda value: value >= 0),
+    (("min_p",), "a number from 0 to 1", lambda value: 0 <= value <= 1),
+    (("repetition_penalty",), "a finite number above 0", lambda value: value > 0),
+    (("top_p", "typical_p"), "a number above 0 and at most 1", lambda value: 0 < value <= 1),
+    (("presence_penalty", "frequency_penalty"), "a number from -2 to 2", lambda value: abs(value) <= 2),
+)
 
 
 @dataclass(frozen=True)
@@ -77,26 +85,10 @@ class SamplingParams:
         """Refuses values outside their range, and keeps copies of what the caller could change."""
         for name in ("include_stop", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; True or False is expected.")
-        for name, low in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0), ("no_repeat_ngram_size", 0)):
-            check_whole(name, getattr(self, name), low)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, which is {self.max_new_tokens}."
-            )
-        if self.seed is not None:
-            check_whole("seed", self.seed, 0)
-        if self.logprobs is not None and (not is_whole(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS):
-            raise ValueError(f"logprobs is {self.logprobs!r:.80}; a number from 0 to {MAX_LOGPROBS} is expected, or None.")
-        check_number("temperature", self.temperature, "a finite number of at least 0", lambda value: value >= 0)
-        check_number("min_p", self.min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-        check_number("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda value: value > 0)
-        for name in ("top_p", "typical_p"):
-            check_number(name, getattr(self, name), "a number above 0 and at most 1", lambda value: 0 < value <= 1)
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_number(name, getattr(self, name), "a number from -2 to 2", lambda value: -2 <= value <= 2)
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; True or False is expected.")
         if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCE_RULES:
-            raise ValueError(f"acceptance is {self.acceptance!r:.80}; one of {', '.join(ACCEPTANCE_RULES)} is expected.")
+            raise ValueError(f"acceptance is {shown(self.acceptance)}; one of {', '.join(ACCEPTANCE_RULES)} is expected.")
+        self._keep_numbers()
         self._keep("stop", _checked_stop(self.stop))
         self._keep("stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
         self._keep("bad_words", _checked_words(self.bad_words))
@@ -107,6 +99,24 @@ class SamplingParams:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
 
+    def _keep_numbers(self) -> None:
+        """Checks the numbers, and keeps them as Python's own: numpy's small types would overflow."""
+        for name, low in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("seed", "logprobs"):
+                check_whole(name, value, low)
+                self._keep(name, int(value))
+        if self.logprobs is not None and self.logprobs > MAX_LOGPROBS:
+            raise ValueError(f"logprobs is {shown(self.logprobs)}; a number from 0 to {MAX_LOGPROBS} is expected, or None.")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, which is {self.max_new_tokens}."
+            )
+        for names, expected, fits in _NUMBERS:
+            for name in names:
+                check_number(name, getattr(self, name), expected, fits)
+                self._keep(name, float(getattr(self, name)))
+
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
@@ -115,8 +125,8 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop is {stop!r:.80}; a string, or a list of strings, of at least one character is expected.")
-    if any("\ufffd" in text for text in texts):
-        raise ValueError(f"stop is {stop!r:.80}; U+FFFD stands for bytes that are not text, so it cannot end one.")
+    if any("\ufffd" in text or any("\ud800" <= character <= "\udfff" for character in text) for text in texts):
+        raise ValueError(f"stop is {stop!r:.80}; U+FFFD and half surrogate pairs are not text, so they cannot end one.")
     return tuple(texts)
 
 
@@ -126,24 +136,24 @@ def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
         or not isinstance(ids, Sequence)
         or not all(is_whole(token) and token >= 0 for token in ids)
     ):
-        raise ValueError(f"{name} is {ids!r:.80}; a list of token ids is expected.")
+        raise ValueError(f"{name} is {shown(ids)}; a list of token ids is expected.")
     return tuple(int(token) for token in ids)
 
 
 def _checked_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(words, str | bytes) or not isinstance(words, Sequence):
-        raise ValueError(f"bad_words is {words!r:.80}; a list of strings, or of lists of token ids, is expected.")
+        raise ValueError(f"bad_words is {shown(words)}; a list of strings, or of lists of token ids, is expected.")
     checked = tuple(word if isinstance(word, str) else _checked_ids("An entry of bad_words", word) for word in words)
     if not all(checked):
-        raise ValueError(f"bad_words is {words!r:.80}; strings of at least one character, or token ids, are expected.")
+        raise ValueError(f"bad_words is {shown(words)}; strings of at least one character, or token ids, are expected.")
     return checked
 
 
 def _checked_bias(bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias is {bias!r:.80}; a mapping of token ids to numbers is expected.")
+        raise ValueError(f"logit_bias is {shown(bias)}; a mapping of token ids to numbers is expected.")
     for token, value in bias.items():
         if not is_whole(token) or token < 0:
-            raise ValueError(f"logit_bias has the key {token!r:.80}; token ids are expected.")
+            raise ValueError(f"logit_bias has the key {shown(token)}; token ids are expected.")
         check_number(f"logit_bias[{token}]", value, "a finite number", lambda _: True)
     return {int(token): float(value) for token, value in bias.items()}

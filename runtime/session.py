@@ -2,10 +2,13 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from .acceptance import AcceptanceRule
+from .checks import shown
 from .decoder import Decoder
-from .drafters import Drafter, LookupDrafter, ModelDrafter, NoDrafter
+from .drafters import AdaptiveDrafter, Drafter, HybridDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from .errors import PromptError
 from .generation import Generation, GenerationResult, Piece
 from .pair import MAX_NUM_DRAFT_TOKENS, DecoderPair
@@ -13,6 +16,9 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .pair import Prompt
+
+
+_USUAL_NEW_TOKENS = 128
 
 
 class Session:
@@ -38,6 +44,8 @@ class Session:
         self._target = Decoder(pair.target, self._capacity, num_rows=MAX_NUM_DRAFT_TOKENS + 1)
         self._draft: Decoder | None = None
         self._current: Generation | None = None
+        self._stream = 0
+        self._lock = threading.Lock()
 
     def generate(
         self,
@@ -114,64 +122,100 @@ class Session:
         params = checked_params(params)
         check_cancel(cancel)
         drafter = pair.drafter if drafter is None else drafter
-        num_draft_tokens = pair.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         pair.check_drafting(drafter, num_draft_tokens)
         tokens = pair.prompt_tokens(prompt)
         check_prompt_length(len(tokens), self._max_length)
         rule = pair.acceptance_rule(params, len(tokens))
         eos_token_ids, stop_token_ids = pair.end_token_ids(params)
-        if drafter == "model" and self._draft is None:
-            assert pair.draft is not None, "checked by check_drafting"
-            self._draft = Decoder(pair.draft, min(self._capacity, pair.draft.spec.context_length), num_rows=1)
-        self._current = None
-        self._target.begin(tokens, cancel)
-        if drafter == "model":
-            proposer: Drafter = ModelDrafter(
-                self._begun_draft(tokens, cancel),
-                rule,
-                target_vocab_size=pair.target.spec.vocab_size,
-                end_token_ids=eos_token_ids | stop_token_ids,
+        with self._in_use():
+            uses_model = drafter in ("model", "hybrid") or (drafter == "auto" and pair.draft is not None)
+            draft = self._draft_decoder() if uses_model else None
+            self._current = None
+            self._target.begin(tokens, cancel)
+            model = None
+            if draft is not None:
+                draft.begin(tokens, cancel)
+                model = ModelDrafter(
+                    draft,
+                    rule,
+                    target_vocab_size=pair.target.spec.vocab_size,
+                    end_token_ids=eos_token_ids | stop_token_ids,
+                )
+            last = _expected_end(len(tokens), params, rule)
+            self._current = Generation(
+                self._target,
+                _new_drafter(drafter, model, pair, max_length=last),
+                tokens,
+                params,
+                rule=rule,
+                num_draft_tokens=pair.draft_tokens_of(drafter, num_draft_tokens),
+                max_length=self._max_length,
+                capacity=self._capacity,
+                eos_token_ids=eos_token_ids,
+                decode=pair.tokenizer.decode,
             )
-        else:
-            proposer = LookupDrafter() if drafter == "lookup" else NoDrafter()
-        self._current = Generation(
-            self._target,
-            proposer,
-            tokens,
-            params,
-            rule=rule,
-            num_draft_tokens=num_draft_tokens,
-            max_length=self._max_length,
-            capacity=self._capacity,
-            eos_token_ids=eos_token_ids,
-            decode=pair.tokenizer.decode,
-        )
-        return self._current
+            return self._current
 
     def pieces(self, generation: Generation) -> Iterator[Piece]:
-        """Runs a generation that was started here, as long as it is the current one.
+        """Runs a generation that was started here, as long as it is the current one, and this its last stream.
 
         Raises:
-            RuntimeError: Another text was begun in this session.
+            RuntimeError: Another text was begun in this session, the text was resumed by another stream, or another thread is
+                in the middle of a pass.
         """
+        self._stream += 1
+        return self._run(generation, self._stream)
+
+    def _run(self, generation: Generation, stream: int) -> Iterator[Piece]:
         pieces = generation.pieces()
-        while generation is self._current:
-            try:
-                piece = next(pieces)
-            except StopIteration:
+        while generation is self._current and stream == self._stream:
+            with self._in_use():
+                piece = next(pieces, None)
+            if piece is None:
                 return
             yield piece
-        if generation.finish_reason is not None:
-            return
-        raise RuntimeError("This text cannot go on: another one was begun in the same session.")
+            if piece.result is not None:
+                return
+        raise RuntimeError("This stream cannot go on: its session has begun another text, or gone on with this one elsewhere.")
 
-    def _begun_draft(self, prompt: list[int], cancel: threading.Event | None) -> Decoder:
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("This session is in use by another thread: give each thread a session of its own.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _draft_decoder(self) -> Decoder:
         model = self._pair.draft
         assert model is not None, "checked by check_drafting"
         if self._draft is None:
             self._draft = Decoder(model, min(self._capacity, model.spec.context_length), num_rows=1)
-        self._draft.begin(prompt, cancel)
         return self._draft
+
+
+def _expected_end(prompt_length: int, params: SamplingParams, rule: AcceptanceRule) -> int:
+    """Returns at which length a text is expected to end; where rounds matter to it, not by its limit, which may be raised."""
+    return prompt_length + (_USUAL_NEW_TOKENS if rule.depends_on_rounds else params.max_new_tokens)
+
+
+def _new_drafter(name: str, model: ModelDrafter | None, pair: DecoderPair, *, max_length: int) -> Drafter:
+    if name == "auto":
+        return AdaptiveDrafter(
+            LookupDrafter(),
+            model,
+            pair.costs,
+            max_length=max_length,
+            model_prior=pair.model_prior,
+            max_slowdown=pair.max_slowdown,
+        )
+    if name == "lookup":
+        return LookupDrafter()
+    if name == "off":
+        return NoDrafter()
+    assert model is not None, "checked by check_drafting"
+    return model if name == "model" else HybridDrafter(LookupDrafter(), model)
 
 
 def last_result(pieces: Iterator[Piece]) -> GenerationResult:
@@ -186,13 +230,13 @@ def last_result(pieces: Iterator[Piece]) -> GenerationResult:
 def check_cancel(cancel: object) -> None:
     """Raises ValueError for what is neither an event nor None."""
     if cancel is not None and not (callable(getattr(cancel, "is_set", None)) and not isinstance(cancel, type)):
-        raise ValueError(f"cancel is {cancel!r:.80}; a threading.Event is expected, or None.")
+        raise ValueError(f"cancel is {shown(cancel)}; a threading.Event is expected, or None.")
 
 
 def checked_params(params: SamplingParams | None) -> SamplingParams:
     """Returns the rules, or the default ones; raises ValueError for anything else."""
     if not isinstance(params, SamplingParams | None):
-        raise ValueError(f"params is {params!r:.80}; SamplingParams are expected, or None.")
+        raise ValueError(f"params is {shown(params)}; SamplingParams are expected, or None.")
     return params or SamplingParams()
 
 

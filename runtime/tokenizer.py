@@ -77,6 +77,11 @@ class Tokenizer:
             eos_token=spec.eos_token,
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be rendered."""
+        return self._chat_template is not None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`, all of them.
 

@@ -53,10 +53,11 @@ def _drawings(
 ) -> Iterator[str]:
     for i, probability in enumerate(drawing.acceptance_probabilities):
         token = proposal.tokens[i]
-        draft = 1.0 if proposal.probs is None else float(proposal.probs[i, token])
+        drawn_from = None if proposal.probs is None else proposal.probs[i]
+        draft = 1.0 if drawn_from is None else float(drawn_from[token])
         yield (
             f"  {token_text(token)!r:<14} target {drawing.target_probs[i, token]:.3f}  draft {draft:.3f}"
-            f"{' (one-hot)' if proposal.probs is None else ''}  acceptance {probability:.3f}  drawn {drawing.uniforms[i]:.3f}"
+            f"{' (one-hot)' if drawn_from is None else ''}  acceptance {probability:.3f}  drawn {drawing.uniforms[i]:.3f}"
             f"  -> {'accepted' if i < verification.num_accepted else 'refused'}"
         )
     if verification.next_token is None:

@@ -61,7 +61,7 @@ class Drawing:
 
 def verify(
     draft_tokens: Sequence[int],
-    draft_probs: Probabilities | None,
+    draft_probs: Sequence[Probabilities | None] | None,
     target_probs: Probabilities,
     uniforms: Sequence[float] | NDArray[np.float64],
 ) -> Verification:
@@ -69,7 +69,8 @@ def verify(
 
     Args:
         draft_tokens: [k], the proposal; k may be 0.
-        draft_probs: [k, vocab_size], row i being the very distribution draft_tokens[i] was drawn from; None for one-hot.
+        draft_probs: k rows of [vocab_size], row i being the very distribution draft_tokens[i] was drawn from; None for a
+            one-hot row, or for all of them.
         target_probs: [k + 1, vocab_size], row i being the target's distribution at the place of draft_tokens[i].
         uniforms: [k + 1] numbers from [0, 1): number i decides token i, which is accepted when it is below the acceptance
             probability; the last one draws the correction or the bonus.
@@ -81,17 +82,18 @@ def verify(
         ValueError: Shapes that do not fit each other, or a proposed token whose draft probability is 0.
     """
     k = len(draft_tokens)
-    if len(target_probs) != k + 1 or len(uniforms) != k + 1 or (draft_probs is not None and draft_probs.shape[0] != k):
+    if len(target_probs) != k + 1 or len(uniforms) != k + 1 or (draft_probs is not None and len(draft_probs) != k):
         raise ValueError(
             f"A proposal of {k} tokens needs {k + 1} target rows and uniforms and {k} draft rows; found "
             f"{len(target_probs)}, {len(uniforms)} and {'none' if draft_probs is None else len(draft_probs)}."
         )
     judged: list[float] = []
     for i, token in enumerate(draft_tokens):
-        draft_probability = 1.0 if draft_probs is None else float(draft_probs[i, token])
+        drawn_from = None if draft_probs is None else draft_probs[i]
+        draft_probability = 1.0 if drawn_from is None else float(drawn_from[token])
         judged.append(acceptance_probability(float(target_probs[i, token]), draft_probability))
         if uniforms[i] >= judged[-1]:
-            draft_row = _one_hot(token, target_probs[i]) if draft_probs is None else draft_probs[i]
+            draft_row = _one_hot(token, target_probs[i]) if drawn_from is None else drawn_from
             residual = residual_distribution(target_probs[i], draft_row)
             return Verification(i, draw(residual, uniforms[k]), Drawing(target_probs, uniforms, tuple(judged), residual))
     return Verification(k, draw(target_probs[k], uniforms[k]), Drawing(target_probs, uniforms, tuple(judged), None))

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import new_parser, run
+from command_line import new_parser, read_prompts, run
 
 if TYPE_CHECKING:
     from runtime import Generator
@@ -52,12 +52,19 @@ def main() -> int:
     """Certifies; returns the exit status."""
     arguments = parse_arguments()
 
+    # Asked for now: whoever lacks them should know before minutes of work.
+    import matplotlib as mpl
+    import scipy as sp
+    import tqdm
+
     from runtime import Generator
     from runtime.certificate.plan import DEFAULT_PROMPTS
-    from runtime.certificate.report import Certificate
+    from runtime.certificate.report import Certificate, check_writable
     from runtime.manifest import load_bundle
 
-    prompts = DEFAULT_PROMPTS if arguments.prompts is None else _read_prompts(arguments.prompts)
+    del mpl, sp, tqdm
+    folder = arguments.out or arguments.bundle / "certificate"
+    prompts = DEFAULT_PROMPTS if arguments.prompts is None else tuple(read_prompts(arguments.prompts).values())
     bundle = load_bundle(arguments.bundle)
     generator = Generator.from_bundle(
         arguments.bundle,
@@ -67,14 +74,23 @@ def main() -> int:
         shared_thread_pool=True,
         verify_files=False,  # just done
     )
+    check_writable(folder)
     started = time.perf_counter()
     reports = _run_checks(generator, arguments, prompts)
-    certificate = Certificate.of(bundle, str(arguments.bundle), generator, time.perf_counter() - started, reports)
-    folder = arguments.out or arguments.bundle / "certificate"
+    seconds = time.perf_counter() - started
+    settings = {
+        "prompts": list(prompts),
+        "chat template": arguments.chat,
+        "new tokens": arguments.max_new_tokens,
+        "draft tokens": arguments.max_draft_tokens,
+        "samples": arguments.samples,
+    }
+    certificate = Certificate.of(bundle, str(arguments.bundle), generator, seconds, settings, reports)
     certificate.write(folder)
+    holds = [verdict.passed for report in reports for verdict in report.verdicts]
     print(
-        f"\n{'Passed' if certificate.passed else 'FAILED'}: {sum(len(report.verdicts) for report in reports)} claims; a pair "
-        f"without fault fails with a probability of at most {certificate.false_alarm:.1g}. Report: {folder}"
+        f"\n{'Passed' if certificate.passed else 'FAILED'}: {sum(holds)} of {len(holds)} claims hold; a pair without fault "
+        f"fails with a probability of about {certificate.false_alarm:.1g}. Report: {folder}"
     )
     return 0 if certificate.passed else 1
 
@@ -85,15 +101,13 @@ def _run_checks(generator: "Generator", arguments: argparse.Namespace, prompts: 
     from runtime.certificate.plan import certificate_checks
     from runtime.certificate.report import run_check
 
-    checks = list(
-        certificate_checks(
-            generator,
-            prompts,
-            max_new_tokens=arguments.max_new_tokens,
-            max_num_draft_tokens=arguments.max_draft_tokens,
-            samples=arguments.samples,
-            chat=arguments.chat,
-        )
+    checks = certificate_checks(
+        generator,
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        max_num_draft_tokens=arguments.max_draft_tokens,
+        samples=arguments.samples,
+        chat=arguments.chat,
     )
     reports = []
     for number, check in enumerate(checks, start=1):
@@ -102,19 +116,6 @@ def _run_checks(generator: "Generator", arguments: argparse.Namespace, prompts: 
         for verdict in reports[-1].verdicts:
             print(f"{'holds' if verdict.passed else 'FAILS'}  {verdict.claim}\n       {verdict.found}", flush=True)
     return reports
-
-
-def _read_prompts(path: Path) -> tuple[str, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"The prompts file {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The prompts file {path} is not UTF-8 (byte {error.start}): convert it first.") from error
-    prompts = tuple(line for line in lines if line.strip())
-    if not prompts:
-        raise ValueError(f"The prompts file {path} has no prompt: write one a line.")
-    return prompts
 
 
 if __name__ == "__main__":

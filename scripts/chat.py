@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import new_parser, run
+from command_line import Terminated, new_parser, run
 from sampling_arguments import add_sampling_arguments, sampling_params
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ EXAMPLES = """examples:
 
 at the prompt:
   /more    let the last answer go on, after it ended for its length or you pressed Ctrl-C
-  /again   another answer to your last message
+  /again   answer your last message again; the same answer comes where it is greedy or has a --seed
   /back    forget your last message and its answer
   /exit    leave; so does the end of input
+A line that begins with "/" is a command; put a space before it to say it to the model.
 """
 COMMANDS = ("/more", "/again", "/back", "/exit")
 
@@ -32,8 +33,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py, of a model with a chat template")
     parser.add_argument("--system", help="a system message before all others")
-    parser.add_argument("--drafter", choices=["model", "lookup", "off"], help="default: the draft model if the bundle has one")
-    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="tokens proposed in a round (default 4)")
+    parser.add_argument("--drafter", choices=["auto", "hybrid", "model", "lookup", "off"], help="default auto: what pays")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, metavar="K", help="the most tokens a round proposes (default 4; auto 16)"
+    )
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
     add_sampling_arguments(parser)
@@ -57,31 +60,31 @@ def main() -> int:
     )
     chat = generator.chat([{"role": "system", "content": arguments.system}] if arguments.system else [])
     while (line := _read_line()) is not None and line.strip() != "/exit":
-        _take_turn(chat, line, params)
+        if line.strip():
+            _take_turn(chat, line, params)
     return 0
 
 
 def _take_turn(chat: "Chat", line: str, params: "SamplingParams") -> None:
-    from runtime import SpecError
+    from runtime import PromptError, SpecError
 
     try:
         _print_answer(_pieces(chat, line, params))
     except (SpecError, ValueError) as error:
-        print(error, file=sys.stderr)
+        hint = " Forget the last turn with /back." if isinstance(error, PromptError) else ""
+        print(f"{error}{hint}", file=sys.stderr)
 
 
 def _read_line() -> str | None:
     try:
-        return input("> ")
+        return input("> " if sys.stdin.isatty() else "")
     except EOFError:
-        print()
         return None
 
 
 def _pieces(chat: "Chat", line: str, params: "SamplingParams") -> "Iterator[Piece]":
     """Does what a line asks for, and returns the answer that follows from it."""
-    command = line.strip()
-    turns = len(chat.messages) - len(chat.messages) % 2
+    command = line.rstrip()
     if command == "/more":
         return chat.resume(params.max_new_tokens)
     if command == "/again":
@@ -90,7 +93,8 @@ def _pieces(chat: "Chat", line: str, params: "SamplingParams") -> "Iterator[Piec
         chat.rewind_to(len(chat.messages) - (chat.messages[-1]["role"] == "assistant"))
         return chat.stream(None, params)
     if command == "/back":
-        chat.rewind_to(max(0, len(chat.messages) - 2, len(chat.messages) - turns))
+        said = [place for place, message in enumerate(chat.messages) if message["role"] == "user"]
+        chat.rewind_to(said[-1] if said else len(chat.messages))
         return iter(())
     if command.startswith("/"):
         raise ValueError(f"'{command}' is unknown; there are {', '.join(COMMANDS)}.")
@@ -103,13 +107,16 @@ def _print_answer(pieces: "Iterator[Piece]") -> None:
         for piece in pieces:
             print(piece.text, end="", flush=True)
             result = piece.result
+    except Terminated:
+        raise
     except KeyboardInterrupt:
         print("\n[stopped; /more goes on]", file=sys.stderr)
         return
     if result is not None:
+        print()
         stats = result.stats
         print(
-            f"\n[{result.finish_reason}; {stats.new_tokens} tokens, {stats.prompt_tokens - stats.cached_tokens} of "
+            f"[{result.finish_reason}; {stats.new_tokens} tokens, {stats.prompt_tokens - stats.cached_tokens} of "
             f"{stats.prompt_tokens} prompt tokens read anew, {stats.decode_tokens_per_second:.1f} tokens per second]",
             file=sys.stderr,
         )

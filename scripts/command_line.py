@@ -6,11 +6,16 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 # In front of the scripts' own folder, whose export.py would hide the package of that name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 INTERRUPTED = 130
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: nobody is there to talk with, so it must end even what Ctrl-C only pauses."""
 
 
 def new_parser(description: str | None, examples: str) -> argparse.ArgumentParser:
@@ -31,7 +36,7 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     Returns:
         main's own status; 1 for a refusal, 2 where something is not installed, 130 when interrupted.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         from runtime.errors import SpecError
     except ImportError as error:
@@ -49,6 +54,28 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         return INTERRUPTED
+
+
+def read_prompts(path: Path) -> dict[str, str]:
+    """Reads prompts from a text file, one a line, named "prompt 1" and so on.
+
+    Raises:
+        ValueError: The file cannot be read, or has none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ValueError(f"The prompts file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The prompts file {path} is not UTF-8 (byte {error.start}): convert it first.") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"The prompts file {path} has no prompt: write one a line.")
+    return {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
+
+
+def _terminate(_number: int, _frame: object) -> NoReturn:
+    raise Terminated
 
 
 def _fail(sentence: str, status: int) -> int:

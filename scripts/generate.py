@@ -39,8 +39,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("prompt", help="the text to continue, or the message with --chat; '-' reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument("--system", help="a system message in front of it (with --chat)")
-    parser.add_argument("--drafter", choices=["model", "lookup", "off"], help="default: the draft model if the bundle has one")
-    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="tokens proposed in a round (default 4)")
+    parser.add_argument("--drafter", choices=["auto", "hybrid", "model", "lookup", "off"], help="default auto: what pays")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, metavar="K", help="the most tokens a round proposes (default 4; auto 16)"
+    )
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
     parser.add_argument("--trace", action="store_true", help="tell each round instead of streaming the text")

@@ -310,10 +310,20 @@ class _PlainChooser:
         return int((row / self._noise.row(len(before), len(row))).argmax())
 
 
-def plain_lookup(sequence: Sequence[int], num_tokens: int, longest: int = 3, shortest: int = 2) -> list[int]:
-    """Searches backwards from the end, longest endings first, all over again for every proposal."""
-    for size in range(longest, shortest - 1, -1):
-        for end in range(len(sequence) - 1, size - 1, -1):
-            if list(sequence[end - size : end]) == list(sequence[len(sequence) - size :]):
-                return list(sequence[end : end + num_tokens])
-    return []
+def plain_lookup(sequence: Sequence[int], num_tokens: int, longest: int = 8, shortest: int = 2) -> list[int]:
+    """Searches the whole sequence for the ending of sequence and proposal, longest first, anew for every token."""
+    proposed: list[int] = []
+    while len(proposed) < num_tokens:
+        ending = [*sequence, *proposed]
+        for size in range(longest, shortest - 1, -1):
+            wanted = ending[len(ending) - size :]
+            places = [end for end in range(size, len(sequence)) if list(sequence[end - size : end]) == wanted]
+            if places and size <= len(ending):
+                followers = [sequence[place] for place in places]
+                most = max(followers.count(token) for token in followers)
+                frequent = [token for token in followers if followers.count(token) == most]
+                proposed.append(followers[-1] if followers[-1] in frequent else frequent[0])
+                break
+        else:
+            break
+    return proposed

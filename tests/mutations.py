@@ -27,13 +27,18 @@ def wrong_residual(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verify, "residual_distribution", lambda target_row, _: target_row)
 
 
+def refused_token_left_in_the_residual(patch: pytest.MonkeyPatch) -> None:
+    """The correction behind a looked-up token may be that token again."""
+    patch.setattr(verify, "_one_hot", lambda _, like: np.zeros_like(like))
+
+
 def q_from_another_array(patch: pytest.MonkeyPatch) -> None:
     """The draft's probabilities in the acceptance are not those its tokens were drawn from."""
     patch.setattr(
         acceptance,
         "verify",
         lambda tokens, probs, target, uniforms: verify.verify(
-            tokens, None if probs is None else _flattened(probs), target, uniforms
+            tokens, None if probs is None else [_flattened(row) for row in probs], target, uniforms
         ),
     )
 
@@ -113,6 +118,7 @@ def choice_not_checked(patch: pytest.MonkeyPatch) -> None:
 # Each with a word of the title of the check that must find it.
 MUTATIONS: tuple[tuple[Mutation, str], ...] = (
     (wrong_residual, "3 tokens jointly, rejection"),
+    (refused_token_left_in_the_residual, "rejection rule, drafter lookup"),
     (q_from_another_array, "3 tokens jointly, rejection"),
     (draft_row_with_other_filters, "first token, rejection"),
     (rewind_off_by_one, "cuts"),

@@ -186,7 +186,7 @@ def test_a_stale_stream_says_so_and_leaves_the_messages(taken: int) -> None:
     list(itertools.islice(stale, taken))
     chat.send("and", rules())
     before = chat.messages
-    with pytest.raises(RuntimeError, match="cannot go on: another one was begun"):
+    with pytest.raises(RuntimeError, match="its session has begun another text"):
         next(stale)
     assert chat.messages == before
     assert facts(chat.send("x", rules())) == facts(generator.generate([*before, user("x")], rules()))
@@ -438,10 +438,9 @@ def test_without_messages_there_is_nothing_to_answer() -> None:
 
 
 def test_without_a_template_there_is_no_chat() -> None:
-    chat = fake_generator(FakeModel(62)).chat()
-    with pytest.raises(PromptError, match="no chat template"):
-        chat.send("hi")
-    assert chat.messages == ()
+    generator = fake_generator(FakeModel(62))
+    with pytest.raises(PromptError, match="no chat template, so it holds no conversation: use `session` with strings"):
+        generator.chat()
 
 
 @pytest.mark.parametrize("index", [-1, 2, 9, "0", 1.0, None, True], ids=repr)

@@ -87,8 +87,9 @@ def test_lookup_finds_what_a_search_finds(
         ([1, 2], ()),  # only the ending itself
         ([5], ()),
         ([3, 1, 4, 1], ()),  # one token is no match
-        ([6, 6, 6, 6], (6,)),  # overlapping the ending; no more than the sequence holds
-        ([1, 2, 3, 1, 2], (3, 1, 2)),  # copies up to its own end
+        ([6, 6, 6, 6], (6, 6, 6)),  # overlapping the ending, and going on behind what was proposed
+        ([1, 2, 3, 1, 2], (3, 1, 2)),
+        ([1, 2, 5, 9, 1, 2, 5, 8, 1, 2, 7, 6, 1, 2], (5, 8, 1)),  # twice outweighs once, though that was later
     ],
 )
 def test_lookup_by_hand(sequence: list[int], proposed: tuple[int, ...]) -> None:
@@ -123,7 +124,7 @@ def test_every_token_was_drawn_from_the_row_that_comes_with_it(params: SamplingP
     proposal = model_drafter(model, params, uniforms=uniforms).propose(sequence, 4)
     assert len(proposal.tokens) == 4
     assert proposal.probs is not None
-    assert (proposal.probs.shape, proposal.probs.dtype) == ((4, 16), np.float32)
+    assert (np.stack(proposal.probs).shape, proposal.probs[0].dtype) == ((4, 16), np.float32)
     for i, (token, uniform) in enumerate(zip(proposal.tokens, uniforms, strict=True)):
         before = [*sequence, *proposal.tokens[:i]]
         row = Sampler(params, prompt_length=3).distributions(model.logits(before)[None], before, [])[0]
@@ -194,7 +195,7 @@ def test_a_wider_draft_is_cut_to_the_targets_vocabulary(params: SamplingParams) 
     same = model_drafter(narrow, params, target_vocab_size=12).propose([1, 2, 3], 4)
     assert proposal.tokens == same.tokens
     if proposal.probs is not None:
-        assert proposal.probs.shape == (4, 12)
+        assert np.stack(proposal.probs).shape == (4, 12)
         assert np.array_equal(proposal.probs, same.probs)
 
 
@@ -205,9 +206,9 @@ def test_a_narrower_draft_is_filled_with_tokens_it_never_proposes(params: Sampli
     own = model_drafter(model, params, target_vocab_size=12).propose([1, 2, 3], 4)
     assert proposal.tokens == own.tokens
     if proposal.probs is not None:
-        assert proposal.probs.shape == (4, 20)
-        assert not proposal.probs[:, 12:].any()
-        assert np.array_equal(proposal.probs[:, :12], own.probs)
+        assert np.stack(proposal.probs).shape == (4, 20)
+        assert not np.stack(proposal.probs)[:, 12:].any()
+        assert np.array_equal(np.stack(proposal.probs)[:, :12], own.probs)
 
 
 @pytest.mark.parametrize("token", [12, 15])

@@ -753,9 +753,9 @@ def test_a_prompt_longer_than_the_context_is_refused(length: int, surplus: int) 
 
 @pytest.mark.parametrize("drafter", ["models", "", "OFF", 3])
 def test_an_unknown_drafter_is_refused(drafter: object) -> None:
-    with pytest.raises(ValueError, match="is unknown; there are model, lookup, off"):
+    with pytest.raises(ValueError, match="is unknown; there are auto, hybrid, model, lookup, off"):
         fake_generator(FakeModel(), FakeModel()).stream(PROMPT, drafter=drafter)
-    with pytest.raises(ValueError, match="is unknown; there are model, lookup, off"):
+    with pytest.raises(ValueError, match="is unknown; there are auto, hybrid, model, lookup, off"):
         fake_generator(FakeModel(), FakeModel(), drafter=drafter)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from runtime import BundleError, DeviceError, Generator, PromptError, SamplingParams
+from runtime.manifest import load_bundle
+from runtime.memory import MemoryBudget
+from runtime.tokenizer import Tokenizer
 
 PROMPTS = ("1 2 3 4", "What is 3 + 4?", "name: Ada\ncity: ", "def add(a, b):", "café 日本 😀", "a b c a b c a b")
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
@@ -33,7 +37,10 @@ def test_greedy_text_is_the_targets_alone(generator: Generator, prompt: str) -> 
 
 def test_the_draft_is_worth_its_passes(generator: Generator) -> None:
     """The pair was trained to agree often and not always; both are needed for the test above to mean anything."""
-    stats = [generator.generate(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True)).stats for prompt in PROMPTS]
+    stats = [
+        generator.generate(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True), drafter="model").stats
+        for prompt in PROMPTS
+    ]
     accepted, proposed = sum(one.accepted_tokens for one in stats), sum(one.proposed_tokens for one in stats)
     assert 0.2 < accepted / proposed < 0.9
     assert sum(one.target_passes for one in stats) < sum(one.new_tokens for one in stats)
@@ -145,8 +152,10 @@ def test_a_bundle_without_a_draft_looks_up(tiny_bundle: Path, tmp_path: Path) ->
     manifest["draft"] = None
     (folder / "bundle.json").write_text(json.dumps(manifest))
     generator = Generator.from_bundle(folder)
-    assert generator.describe()["drafter"] == "lookup"
-    assert generator.generate("a b c a b c a b", SamplingParams(max_new_tokens=20)).stats.proposed_tokens > 0
+    assert generator.describe()["drafter"] == "auto"
+    params = SamplingParams(max_new_tokens=20)
+    assert generator.generate("a b c a b c a b", params, drafter="lookup").stats.proposed_tokens > 0
+    assert generator.generate("a b c a b c a b", params).stats.draft_passes == 0
     with pytest.raises(ValueError, match="needs a draft model"):
         generator.generate("a", drafter="model")
 
@@ -171,7 +180,32 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_bundle: Path, tmp_path: Pa
 
 def test_it_describes_itself(generator: Generator) -> None:
     described = generator.describe()
-    assert described["drafter"] == "model"
+    assert (described["drafter"], described["num_draft_tokens"]) == ("auto", "16")
     assert "fp32" in described["target"]
     assert "ONNX Runtime" in described["draft"]
     assert "threads from a pool of its own" in described["target"]
+    assert described["weights in memory"] == "0.00 GB"
+    assert described["caches at the full context"].endswith(f" for {generator.target.spec.context_length} tokens")
+    assert re.fullmatch(r"\d+\.\d\d GB|unknown", described["free memory when loaded"])
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = load_bundle(tiny_bundle)
+    assert bundle.draft is not None
+    alone, pair = (MemoryBudget.of(bundle.target, draft, 128).peak for draft in (None, bundle.draft))
+    monkeypatch.setattr("runtime.generator.free_memory", lambda: alone)
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.generator.open_backend", lambda *_, **__: pytest.fail("a backend was opened"))
+        patch.setattr(Tokenizer, "from_spec", lambda *_: pytest.fail("a tokenizer was loaded"))
+        for drafter in (None, "auto", "model", "hybrid"):
+            with pytest.raises(DeviceError, match="without its draft"):
+                Generator.from_bundle(tiny_bundle, drafter=drafter, max_length=128)
+        with pytest.raises(DeviceError, match="128 tokens would fit, pass them as max_length"):
+            Generator.from_bundle(tiny_bundle, drafter="lookup", max_length=256)
+        for check_memory in (True, False):
+            with pytest.raises(ValueError, match="max_length is 1; "):
+                Generator.from_bundle(tiny_bundle, max_length=1, check_memory=check_memory)
+    assert Generator.from_bundle(tiny_bundle, drafter="off", max_length=128).draft is None
+    assert Generator.from_bundle(tiny_bundle, drafter="model", max_length=128, check_memory=False).draft is not None
+    monkeypatch.setattr("runtime.generator.free_memory", lambda: pair)
+    assert Generator.from_bundle(tiny_bundle, drafter="model", max_length=128).draft is not None

@@ -37,15 +37,16 @@ def test_every_way_to_draft_is_taken(drafter: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("drafter", "number", "sentence"),
     [
-        ("Model", 4, "The drafter 'Model' is unknown; there are model, lookup, off"),
-        (None, 4, "The drafter 'None' is unknown"),
+        ("Model", 4, "The drafter 'Model' is unknown; there are auto, hybrid, model, lookup, off"),
+        (None, 4, "The drafter None is unknown"),
         (["off"], 4, "is unknown"),
         ("model", 4, "needs a draft model, and this generator was loaded without one"),
         ("off", -1, "num_draft_tokens is -1; a whole number from 0 to 64"),
         ("off", 65, "num_draft_tokens is 65"),
         ("lookup", 2.0, "num_draft_tokens is 2.0"),
         ("lookup", True, "num_draft_tokens is True"),
-        ("lookup", None, "num_draft_tokens is None"),
+        ("lookup", "4", "num_draft_tokens is '4'"),
+        ("hybrid", 4, "The drafter 'hybrid' needs a draft model"),
     ],
 )
 def test_what_cannot_propose_is_refused(drafter: object, number: object, sentence: str) -> None:

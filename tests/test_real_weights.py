@@ -156,9 +156,17 @@ def test_generate_script_streams_and_traces(bundles: dict[str, Bundle]) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(bundles["fp32"].folder), "Count to five.", "--chat"]
     text, trace = (
         subprocess.run([*command, "--max-new-tokens", "16", *more], capture_output=True, text=True, check=True).stdout
-        for more in ([], ["--trace"])
+        for more in ([], ["--trace", "--drafter", "model"])
     )
     assert trace.startswith("round 1: proposed ")
     assert trace.rstrip().endswith(text.strip())
-    for word in ("target ", "draft ", "acceptance ", "drawn ", "-> accepted", "-> refused"):
-        assert word in trace
+    for words in ("the target's choice too  -> accepted", "not the target's choice  -> refused", "target's choice '"):
+        assert words in trace
+    sampled = subprocess.run(
+        [*command, "--max-new-tokens", "24", "--temperature", "1", "--seed", "1", "--trace", "--drafter", "model"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for word in ("target ", "draft ", "acceptance ", "drawn ", "-> accepted", "-> refused", "residual ["):
+        assert word in sampled

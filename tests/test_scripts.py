@@ -88,10 +88,10 @@ def test_a_reader_that_leaves_is_no_error(tiny_bundle: Path) -> None:
 def test_an_interrupt_ends_a_generation_in_a_sentence(tiny_bundle: Path) -> None:
     # A seed whose text does not end early, so that there is more to print than a pipe and its reader hold.
     generator = Generator.from_bundle(tiny_bundle)
-    hot = SamplingParams(max_new_tokens=400, temperature=8)
+    hot = SamplingParams(max_new_tokens=400, temperature=8, acceptance="coupled")
     texts = ((seed, generator.generate("1 2 3", replace(hot, seed=seed))) for seed in range(100))
     seed = next(seed for seed, result in texts if result.finish_reason == "length")
-    options = ["--max-new-tokens", "400", "--temperature", "8", "--seed", str(seed), "--trace"]
+    options = ["--max-new-tokens", "400", "--temperature", "8", "--seed", str(seed), "--acceptance", "coupled", "--trace"]
     command = [sys.executable, str(SCRIPTS / "generate.py"), str(tiny_bundle), "1 2 3", *options]
     # A pipe this small is full in the middle of the text, so the signal finds the script there.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096)

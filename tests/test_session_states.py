@@ -147,7 +147,7 @@ class Sessions(RuleBasedStateMachine):
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         assert line.session._current.stats.cached_tokens == shared == len(line.session._target.tokens)
         if stale is not None:
-            with pytest.raises(RuntimeError, match="another one was begun"):
+            with pytest.raises(RuntimeError, match="has begun another text"):
                 next(stale)
         calls = len(self.generator.target.calls)
         self.take(line, request.taken)

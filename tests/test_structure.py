@@ -36,20 +36,22 @@ def imports_of(file: Path, *, for_type_checkers: bool = True) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(file.parent.name if node.level else str(node.module).partition(".")[0])
+            names.add(file.relative_to(ROOT).parts[0] if node.level else str(node.module).partition(".")[0])
     return names
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_packages_import_downwards_only(package: str) -> None:
-    files = sorted((ROOT / package).glob("*.py"))
+    files = sorted((ROOT / package).rglob("*.py"))
     assert files
     for file in files:
         assert imports_of(file) & set(ALLOWED) <= ALLOWED[package], file.name
 
 
 def test_the_runtime_imports_its_four_dependencies_and_nothing_else() -> None:
-    found = set().union(*(imports_of(file, for_type_checkers=False) for file in (ROOT / "runtime").glob("*.py")))
+    # The certificate has an extra of its own, and nothing of the runtime imports it.
+    files = [file for file in (ROOT / "runtime").rglob("*.py") if file.parent.name != "certificate"]
+    found = set().union(*(imports_of(file, for_type_checkers=False) for file in files))
     third_party = {name for name in found if name not in sys.stdlib_module_names and name != "runtime"}
     assert third_party == RUNTIME_DEPENDENCIES
 
@@ -61,7 +63,7 @@ GENERATE = textwrap.dedent(
     from runtime import Generator, SamplingParams
     generator = Generator.from_bundle(sys.argv[1])
     for params in (SamplingParams(max_new_tokens=24), SamplingParams(max_new_tokens=24, temperature=0.8, seed=3)):
-        result = generator.generate([{"role": "user", "content": "What is 3 + 4?"}], params)
+        result = generator.generate([{"role": "user", "content": "What is 3 + 4?"}], params, drafter="model")
         assert result.stats.draft_passes > 0
         print(list(result.token_ids))
     heavy = sorted({name.partition(".")[0] for name in set(sys.modules) - before} & set(sys.argv[2].split(",")))

@@ -11,6 +11,7 @@ from runtime.generator import Generator
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.session import Session
+from runtime.speculation import Round
 
 from .replay import ReplayedModel
 from .statistics import chi_square, total_variation
@@ -47,7 +48,8 @@ class SampledLaw:
     @property
     def title(self) -> str:
         """See Check."""
-        return f"law of {_positions(self.positions)}, {self.params.acceptance} rule, drafter {self.drafter}"
+        rules = f"{self.params.acceptance} rule, drafter {self.drafter}, {_rules(self.params)}"
+        return f"law of {_positions(self.positions)}, {rules}"
 
     @property
     def steps(self) -> int:
@@ -63,31 +65,41 @@ class SampledLaw:
         counts: dict[tuple[int, ...], int] = {}
         generator = Generator(target, draft, self.generator.tokenizer, ())
         session = generator.session(max_length=length)
-        accepted = 0
+        proposed = accepted = first_accepted = 0
         for number in range(self.samples):
-            outcome, first_accepted = self._sample(session, tokens, (self.params.seed or 0) + number)
+            outcome, rounds = self._sample(session, tokens, (self.params.seed or 0) + number)
             counts[outcome] = counts.get(outcome, 0) + 1
-            accepted += first_accepted
+            proposed += sum(len(done.proposal.tokens) for done in rounds)
+            accepted += sum(done.verification.num_accepted for done in rounds)
+            first_accepted += rounds[0].verification.num_accepted > 0
             if number % _ADVANCE_EVERY == 0:
                 advance()
-        verdicts = self._judge(target_law(target, tokens, self.params, self.positions), counts)
+        verdicts = [
+            Verdict(
+                f"The {self.title} is put to the test: tokens are proposed.",
+                proposed > 0,
+                f"{proposed} tokens were proposed, {accepted} of them accepted.",
+                figures={"proposed": proposed, "accepted": accepted},
+            )
+        ]
+        verdicts += self._judge(target_law(target, tokens, self.params, self.positions), counts)
         if self.positions == 1 and self.drafter == "model" and draft is not None:
-            verdicts.append(self._judge_acceptance(target, draft, tokens, accepted / self.samples))
+            verdicts.append(self._judge_acceptance(target, draft, tokens, first_accepted / self.samples))
         return verdicts
 
-    def _sample(self, session: Session, prompt: Sequence[int], seed: int) -> tuple[tuple[int, ...], bool]:
-        """Returns the first tokens of a text, and whether the first one proposed was accepted."""
+    def _sample(self, session: Session, prompt: Sequence[int], seed: int) -> tuple[tuple[int, ...], list[Round]]:
+        """Returns the first tokens of a text, and the rounds they came from."""
         # One token more than is counted, so that a rule which proposes nothing for the last one still proposes.
         params = replace(self.params, seed=seed, max_new_tokens=self.positions + 1)
         outcome: tuple[int, ...] = ()
-        accepted: list[int] = []
+        rounds: list[Round] = []
         for piece in session.stream(prompt, params, drafter=self.drafter, num_draft_tokens=self.num_draft_tokens):
             outcome += piece.token_ids
             if piece.round is not None:
-                accepted.append(piece.round.verification.num_accepted)
+                rounds.append(piece.round)
             if len(outcome) >= self.positions:
                 break
-        return outcome[: self.positions], accepted[0] > 0
+        return outcome[: self.positions], rounds
 
     def _judge(self, law: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...], int]) -> list[Verdict]:
         outcomes = sorted({*law, *counts}, key=lambda outcome: -law.get(outcome, 0.0))
@@ -95,10 +107,9 @@ class SampledLaw:
         expected = np.array([law.get(outcome, 0.0) for outcome in outcomes])
         pearson = chi_square(observed, expected)
         variation = total_variation(observed, expected, FALSE_ALARM)
-        what = f"{self.title} ({_rules(self.params)})"
         shown = [
             {
-                "text": self.generator.tokenizer.decode(outcome),
+                "text": " ".join(repr(self.generator.tokenizer.token(token))[1:-1] for token in outcome),
                 "expected": float(probability),
                 "observed": int(count) / self.samples,
             }
@@ -106,10 +117,10 @@ class SampledLaw:
         ]
         return [
             Verdict(
-                f"The {what} is the target's, by Pearson's chi-square test.",
+                f"The {self.title} is the target's, by Pearson's chi-square test.",
                 pearson.p_value >= FALSE_ALARM,
                 f"{self.samples} samples, {len(outcomes)} outcomes: chi-square {pearson.statistic:.1f} with {pearson.degrees} "
-                f"degrees of freedom, p = {pearson.p_value:.3g}.",
+                f"degree{'s' * (pearson.degrees != 1)} of freedom, p = {pearson.p_value:.3g}.",
                 FALSE_ALARM,
                 {
                     "statistic": pearson.statistic,
@@ -119,7 +130,7 @@ class SampledLaw:
                 },
             ),
             Verdict(
-                f"The {what} is within the reach of chance from the target's, by total variation.",
+                f"The {self.title} is within the reach of chance from the target's, by total variation.",
                 variation.distance <= variation.limit,
                 f"total variation {variation.distance:.4f}, at most {variation.limit:.4f} by chance.",
                 FALSE_ALARM,

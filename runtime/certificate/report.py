@@ -4,6 +4,7 @@ import io
 import json
 import os
 import platform
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -14,6 +15,7 @@ from typing import Any
 from runtime.contract import Bundle
 from runtime.errors import SpecError
 from runtime.generator import Generator
+from runtime.plan import processor
 
 from .verdict import Advance, Check, Verdict
 
@@ -46,6 +48,7 @@ class Certificate:
         machine: Processor, system, versions of what computes.
         created: Local time in ISO 8601.
         seconds: How long it took.
+        settings: What it was asked to do: prompts, numbers of tokens and samples.
         checks: What was found.
     """
 
@@ -55,6 +58,7 @@ class Certificate:
     machine: Mapping[str, str]
     created: str
     seconds: float
+    settings: Mapping[str, Any]
     checks: tuple[CheckReport, ...]
 
     @property
@@ -69,7 +73,13 @@ class Certificate:
 
     @classmethod
     def of(
-        cls, bundle: Bundle, folder: str, generator: Generator, seconds: float, checks: Sequence[CheckReport]
+        cls,
+        bundle: Bundle,
+        folder: str,
+        generator: Generator,
+        seconds: float,
+        settings: Mapping[str, Any],
+        checks: Sequence[CheckReport],
     ) -> "Certificate":
         """Gathers what was checked, and on what."""
         specs = [bundle.target, *([] if bundle.draft is None else [bundle.draft])]
@@ -81,11 +91,12 @@ class Certificate:
             _machine(),
             datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
             seconds,
+            settings,
             tuple(checks),
         )
 
     def write(self, folder: Path) -> None:
-        """Writes both documents; neither is there half.
+        """Writes both documents, the one for programs first; neither is there half.
 
         Raises:
             SpecError: They cannot be written.
@@ -96,15 +107,8 @@ class Certificate:
             "false_alarm": self.false_alarm,
             **asdict(self),
         }
-        documents = {JSON_NAME: json.dumps(document, indent=2, ensure_ascii=False) + "\n", PAGE_NAME: self._page()}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in documents.items():
-                partial = folder / f".{name}.partial"
-                partial.write_text(text, encoding="utf-8")
-                partial.replace(folder / name)
-        except OSError as error:
-            raise SpecError(f"The certificate cannot be written to {folder}: {error.strerror or error}.") from error
+        _write(folder, JSON_NAME, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        _write(folder, PAGE_NAME, self._page())
 
     def _page(self) -> str:
         import jinja2
@@ -112,6 +116,26 @@ class Certificate:
         source = resources.files("runtime.certificate").joinpath("page.html.jinja").read_text(encoding="utf-8")
         template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
         return template.render(certificate=self, plots=list(_plots(self.checks)))
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder and tries to write to it, so that no work is done for nothing.
+
+    Raises:
+        SpecError: It cannot be written to.
+    """
+    _write(folder, ".probe", "")
+    (folder / ".probe").unlink()
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(folder / name)
+    except OSError as error:
+        raise SpecError(f"The certificate cannot be written to {folder}: {error.strerror or error}.") from error
 
 
 def run_check(check: Check, advance: Advance) -> CheckReport:
@@ -123,6 +147,8 @@ def run_check(check: Check, advance: Advance) -> CheckReport:
     """
     try:
         return CheckReport(check.title, tuple(check.run(advance)))
+    except ImportError:
+        raise  # the machine's trouble, not the pair's
     except Exception as error:  # noqa: BLE001 - whatever a broken pair does, it has failed
         found = f"{type(error).__name__}: {error}"
         return CheckReport(check.title, (Verdict("The check runs to its end.", passed=False, found=found),))
@@ -131,23 +157,13 @@ def run_check(check: Check, advance: Advance) -> CheckReport:
 def _machine() -> dict[str, str]:
     machine = {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
     }
     shown = {"specrt", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "tensorrt"}
     installed = {package.name: package.version for package in metadata.distributions() if package.name in shown}
     return machine | dict(sorted(installed.items()))
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model"):
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _plots(checks: Sequence[CheckReport]) -> Iterator[tuple[str, str]]:
@@ -185,7 +201,7 @@ def _draw_law(outcomes: Sequence[Mapping[str, Any]]) -> str:
     axes.bar(places, [outcome["expected"] for outcome in outcomes], color="#c8d4e6", label="the target alone")
     axes.plot(places, [outcome["observed"] for outcome in outcomes], "k.", label="sampled with speculation")
     # As plain text: a token may look like a formula.
-    labels = [repr(outcome["text"])[1:-1].replace("$", r"\$")[:18] for outcome in outcomes]
+    labels = [outcome["text"].replace("$", r"\$")[:24] for outcome in outcomes]
     axes.set_xticks(list(places), labels, rotation=60, ha="right", fontsize=7)
     axes.set_ylabel("probability")
     axes.legend()
@@ -193,7 +209,12 @@ def _draw_law(outcomes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _svg(figure: Any) -> str:
+    import matplotlib as mpl
+
     drawing = io.StringIO()
-    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    # Text stays text, for the reader's browser to draw: our fonts lack the letters of many tokens.
+    with mpl.rc_context({"svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(drawing, format="svg", metadata={"Date": None})
     text = drawing.getvalue()
     return text[text.index("<svg") :]

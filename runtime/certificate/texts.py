@@ -10,7 +10,7 @@ from runtime.session import Session
 
 from .verdict import Advance, Verdict
 
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 _SHOWN = 3
 
 
@@ -62,7 +62,7 @@ class TextEquality:
         shown = _first(differing)
         return [
             Verdict(
-                f"{self.name.capitalize()} text is that of the target alone, token for token, with every drafter and K.",
+                f"{self.name.capitalize()} text is that of the target alone, token for token: {self._tried()}.",
                 not differing,
                 f"{len(differing)} of {compared} texts differ from those without speculation{shown}.",
                 figures={
@@ -75,6 +75,10 @@ class TextEquality:
                 },
             )
         ]
+
+    def _tried(self) -> str:
+        numbers = ", ".join(map(str, self.numbers))
+        return f"{len(self.prompts)} prompts, drafters {' and '.join(drafters_of(self.generator))}, K = {numbers}"
 
     def _modes(self) -> Iterator[tuple[str, int]]:
         for drafter in drafters_of(self.generator):
@@ -141,14 +145,16 @@ class Cuts:
                 for kind, results in tried.items():
                     cut = self._cut(kind, session, params, whole, place)
                     if cut is not None:
-                        results.add(f"{drafter}, token {place + 1}", self._problem(*cut, drafter, whole[: place + 1], expected))
+                        problem = self._problem(*cut, drafter, whole[: place + 1], expected, results)
+                        results.add(f"{drafter}, token {place + 1}", problem)
                     advance()
         return [
             Verdict(
                 f"A text cut by its {kind} inside a block ends there, and the caches hold what stands before the cut.",
-                results.cuts > 0 and not results.problems,
-                f"{len(results.problems)} of {results.cuts} cuts went wrong{_first(results.problems)}.",
-                figures={"cuts": results.cuts, "wrong": results.problems},
+                not results.problems,
+                f"{len(results.problems)} of {results.cuts} cuts went wrong, {results.proposed} tokens proposed"
+                f"{_first(results.problems)}.",
+                figures={"cuts": results.cuts, "proposed_tokens": results.proposed, "wrong": results.problems},
             )
             for kind, results in tried.items()
         ]
@@ -179,9 +185,11 @@ class Cuts:
         drafter: str,
         expected: Sequence[int],
         expected_behind: GenerationResult,
+        tried: "_Tried",
     ) -> str:
         """Returns what is wrong with one cut, "" for nothing."""
         result = session.generate(self.prompt, params, drafter=drafter, num_draft_tokens=self.num_draft_tokens)
+        tried.proposed += result.stats.proposed_tokens
         if result.token_ids != tuple(expected):
             return f"the text has {len(result.token_ids)} tokens instead of {len(expected)}"
         behind = self._behind(session, expected, drafter)
@@ -201,6 +209,7 @@ class Cuts:
 @dataclass
 class _Tried:
     cuts: int = 0
+    proposed: int = 0
     problems: list[str] = field(default_factory=list)
 
     def add(self, where: str, problem: str) -> None:

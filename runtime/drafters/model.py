@@ -1,0 +1,133 @@
+"""A smaller model, its tokens chosen by the same rules as the target's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.acceptance import AcceptanceRule, Proposal
+from runtime.decoder import Decoder
+from runtime.errors import SamplingError
+
+
+@dataclass(frozen=True)
+class DraftedToken:
+    """One token of a draft model.
+
+    Attributes:
+        token: Its id.
+        row: float32 [vocab_size], the distribution it was drawn from; None where it was chosen.
+        ends_text: Whether nothing is worth proposing behind it.
+    """
+
+    token: int
+    row: NDArray[np.float32] | None
+    ends_text: bool
+
+
+class ModelDrafter:
+    """A draft model that reads along and proposes."""
+
+    name = "model"
+
+    def __init__(
+        self, decoder: Decoder, rule: AcceptanceRule, *, target_vocab_size: int, end_token_ids: frozenset[int]
+    ) -> None:
+        """Keeps a decoder of its own.
+
+        Args:
+            decoder: The draft model; what it has cached must be a beginning of the sequence.
+            rule: How the generation's tokens are chosen.
+            target_vocab_size: Width of the target's rows; the draft's are cut or filled up to it (padded vocabularies).
+            end_token_ids: Ids behind which nothing is worth proposing.
+        """
+        self._decoder = decoder
+        self._rule = rule
+        self._target_vocab_size = target_vocab_size
+        self._end_token_ids = end_token_ids
+        # Behind a gap the cache holds the text from `_gap_end` on, where `_gap_start` tokens stand before it.
+        self._gap_start = self._gap_end = 0
+
+    @property
+    def passes(self) -> int:
+        """Passes of the draft model so far."""
+        return self._decoder.passes
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in them."""
+        return self._decoder.seconds
+
+    def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
+        """Chooses tokens one by one, each fed back, until `next_token` has none or one ends the text."""
+        tokens: list[int] = []
+        rows: list[NDArray[np.float32] | None] = []
+        while len(tokens) < num_tokens and (drafted := self.next_token(sequence, tokens)) is not None:
+            tokens.append(drafted.token)
+            rows.append(drafted.row)
+            if drafted.ends_text:
+                break
+        return Proposal.of(tokens, rows)
+
+    def missing(self, sequence: Sequence[int], block: Sequence[int]) -> int:
+        """Returns how many tokens of sequence and block the model has not read yet."""
+        return len(sequence) + len(block) - self._read()
+
+    def skip_to_last(self, num_tokens: int, sequence: Sequence[int]) -> None:
+        """Leaves a gap in what the model has read, where more than the last `num_tokens` of the sequence are missing.
+
+        Only what it proposes can suffer. The text before the first gap stays read; a new gap takes the place of an old one.
+        """
+        if len(sequence) - self._read() > num_tokens:
+            if self._gap_end > self._gap_start:
+                self._decoder.rewind_to(self._gap_start)
+            self._gap_start, self._gap_end = self._decoder.past_length, len(sequence) - num_tokens
+
+    def logits(self, sequence: Sequence[int], block: Sequence[int]) -> NDArray[np.float32] | None:
+        """Reads what it has not read, and returns its logits behind sequence and block.
+
+        Returns:
+            float32 [1, target_vocab_size], a view that the next call overwrites; None where the context ends, or a token is
+            one that the draft does not have.
+        """
+        past = self._read()
+        unread = [*sequence[past:], *block[max(0, past - len(sequence)) :]]
+        if len(unread) > self._decoder.room() or max(unread) >= self._decoder.spec.vocab_size:
+            return None
+        return self._fit(self._decoder.forward(unread, 1))
+
+    def choose(self, logits: NDArray[np.float32], sequence: Sequence[int], block: Sequence[int]) -> DraftedToken | None:
+        """Chooses the token behind sequence and block from its logits; None where the sampling rules leave none."""
+        try:
+            token, row = self._rule.propose(logits, sequence, block)
+        except SamplingError:
+            return None
+        return DraftedToken(token, row, token in self._end_token_ids)
+
+    def next_token(self, sequence: Sequence[int], block: Sequence[int]) -> DraftedToken | None:
+        """Chooses the token behind sequence and block; None where there can be none."""
+        logits = self.logits(sequence, block)
+        return None if logits is None else self.choose(logits, sequence, block)
+
+    def observe(self, num_accepted: int) -> None:
+        """Has nothing to learn."""
+
+    def rewind_to(self, length: int) -> None:
+        """Drops cached tokens from `length` on."""
+        if length < self._gap_end:
+            self._decoder.rewind_to(min(length, self._gap_start))
+            self._gap_start = self._gap_end = 0
+        else:
+            self._decoder.rewind_to(length - (self._gap_end - self._gap_start))
+
+    def _read(self) -> int:
+        """Returns how far into the text the model has read, a gap counted as if it had."""
+        return self._decoder.past_length + (self._gap_end - self._gap_start)
+
+    def _fit(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Cuts or fills rows to the target's width; a token the draft does not have cannot be proposed."""
+        surplus = self._target_vocab_size - logits.shape[1]
+        if surplus <= 0:
+            return logits[:, : self._target_vocab_size]
+        return np.pad(logits, ((0, 0), (0, surplus)), constant_values=-np.inf)

@@ -1,0 +1,97 @@
+"""What passes cost on this machine: the numbers that decide whether, and how far, drafting pays."""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from .backend import Model
+from .decoder import Decoder
+
+ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+_CACHED_TOKENS = 64
+_REPETITIONS = 3
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of passes and of what stands between them.
+
+    Attributes:
+        target_by_rows: (rows, seconds) of one target pass, rows ascending from 1.
+        draft_by_rows: (rows, seconds) of one draft pass, likewise; None without a draft model.
+        round_seconds: What a round takes beside the passes.
+    """
+
+    target_by_rows: tuple[tuple[int, float], ...]
+    draft_by_rows: tuple[tuple[int, float], ...] | None = None
+    round_seconds: float = 0.0
+
+    def target(self, rows: int) -> float:
+        """Returns the seconds of a target pass of so many rows."""
+        return _interpolated(self.target_by_rows, rows)
+
+    def draft(self, rows: int = 1) -> float:
+        """Returns the seconds of a draft pass of so many rows."""
+        assert self.draft_by_rows is not None, "asked of a pair without a draft model"
+        return _interpolated(self.draft_by_rows, rows)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, object]) -> "PassCosts":
+        """Reads what `dataclasses.asdict` wrote, by way of JSON.
+
+        Raises:
+            ValueError: It is not of this form.
+        """
+        try:
+            draft = document["draft_by_rows"]
+            costs = cls(
+                _points(document["target_by_rows"]),
+                None if draft is None else _points(draft),
+                float(document["round_seconds"]),  # type: ignore[arg-type]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Measured costs lack something or are of another form ({error!r}): measure again.") from error
+        if not 0 <= costs.round_seconds < np.inf:
+            raise ValueError(f"Measured costs say {costs.round_seconds} seconds for a round: measure again.")
+        return costs
+
+
+def measure_costs(target: Model, draft: Model | None) -> PassCosts:
+    """Runs each kind of pass a few times behind 64 cached tokens, and takes medians.
+
+    Takes about a hundred passes of one row; the two models take turns, as they do in a round.
+    """
+    decoders = [Decoder(model, _CACHED_TOKENS + ROWS[-1], num_rows=ROWS[-1]) for model in (target, draft) if model is not None]
+    seconds: list[dict[int, list[float]]] = [{} for _ in decoders]
+    for decoder in decoders:
+        decoder.forward([0] * _CACHED_TOKENS, 1)
+    for _, rows in itertools.product(range(_REPETITIONS + 1), ROWS):
+        for decoder, by_rows in zip(decoders, seconds, strict=True):
+            decoder.rewind_to(_CACHED_TOKENS)
+            started = time.perf_counter()
+            decoder.forward([0] * rows, rows)
+            by_rows.setdefault(rows, []).append(time.perf_counter() - started)
+    # The first repetition warms up: memory is allocated, kernels are chosen.
+    medians = [tuple((rows, median(times[1:])) for rows, times in by_rows.items()) for by_rows in seconds]
+    return PassCosts(medians[0], medians[1] if draft is not None else None)
+
+
+def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:
+    """Between two measured points, and beyond the last, cost grows linearly."""
+    if len(points) == 1:
+        return points[0][1]
+    later = next((place for place, (known, _) in enumerate(points) if known >= rows), len(points) - 1)
+    (rows_before, before), (rows_behind, behind) = points[max(1, later) - 1], points[max(1, later)]
+    return max(0.0, before + (behind - before) * (rows - rows_before) / (rows_behind - rows_before))
+
+
+def _points(value: object) -> tuple[tuple[int, float], ...]:
+    points = tuple((int(rows), float(seconds)) for rows, seconds in value)  # type: ignore[attr-defined]
+    ascending = all(one < other for (one, _), (other, _) in itertools.pairwise(points))
+    if not points or points[0][0] != 1 or not ascending or not all(0 < seconds < np.inf for _, seconds in points):
+        raise ValueError(f"passes of {points!r:.200}")
+    return points

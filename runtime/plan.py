@@ -1,0 +1,105 @@
+"""What was measured of a pair on one machine, kept beside its bundle: passes' costs, acceptance, and what to do with both."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .contract import Bundle
+from .errors import BundleError
+from .pass_costs import PassCosts
+
+PLAN = "plan.json"
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A measurement and its advice.
+
+    Attributes:
+        machine: Where it was measured; see `machine_of`.
+        files: SHA-256 over the graphs' own, so that a plan of other models is not taken for this pair's.
+        costs: Of the passes.
+        model_prior: The acceptance rate of the draft model's first proposed token, over all prompts; None without a draft.
+        advice: What to do, as a sentence.
+        predictions: Tokens per second by kind of prompt, drafter and number of draft tokens.
+    """
+
+    machine: Mapping[str, str]
+    files: str
+    costs: PassCosts
+    model_prior: float | None
+    advice: str
+    predictions: Mapping[str, Mapping[str, Mapping[str, float]]]
+
+    def save(self, folder: Path) -> None:
+        """Writes it beside the bundle's manifest, whole or not at all.
+
+        Raises:
+            BundleError: The folder cannot be written to.
+        """
+        text = json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
+        try:
+            partial = folder / f".{PLAN}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / PLAN)
+        except OSError as error:
+            raise BundleError(f"The plan cannot be written to {folder}: {error.strerror or error}.") from error
+
+    @classmethod
+    def load(cls, folder: Path, bundle: Bundle, machine: Mapping[str, str]) -> "Plan | None":
+        """Reads the plan of a bundle; None where there is none, or it is of another machine or other models.
+
+        Raises:
+            BundleError: There is one that cannot be read.
+        """
+        path = folder / PLAN
+        if not path.is_file():
+            return None
+        try:
+            document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if document["format_version"] != _FORMAT_VERSION:
+                return None
+            prior = document["model_prior"]
+            plan = cls(
+                dict(document["machine"]),
+                str(document["files"]),
+                PassCosts.from_dict(document["costs"]),
+                None if prior is None else float(prior),
+                str(document["advice"]),
+                dict(document["predictions"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BundleError(f"{path} is damaged ({error}): remove it, or run scripts/plan.py again.") from error
+        return plan if (plan.machine, plan.files) == (dict(machine), files_of(bundle)) else None
+
+
+def machine_of(engines: Mapping[str, str]) -> dict[str, str]:
+    """Returns what costs depend on, as far as it can be told.
+
+    Args:
+        engines: What runs each model, as Model.description tells: engine, version, device, threads.
+    """
+    return {"processor": processor(), "cores": str(os.cpu_count()), "system": platform.machine(), **engines}
+
+
+def files_of(bundle: Bundle) -> str:
+    """Returns one hash over those of both models' files."""
+    specs = [bundle.target, *([] if bundle.draft is None else [bundle.draft])]
+    return hashlib.sha256("".join(record.sha256 for spec in specs for record in spec.graph).encode()).hexdigest()
+
+
+def processor() -> str:
+    """Returns the processor's name, or its kind where it has none."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model"):
+                return value.strip()
+    return platform.processor() or platform.machine()

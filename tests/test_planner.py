@@ -1,0 +1,168 @@
+"""The planner: predictions from counts by hand, advice in words, and the plan that is kept beside a bundle."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime import Generator
+from runtime.errors import BundleError
+from runtime.manifest import load_bundle
+from runtime.pass_costs import PassCosts
+from runtime.plan import Plan, files_of
+from runtime.planner import OFF, PromptPlan, Setting, advise, best_overall, plan_prompts, plan_steps, predictions
+from runtime.stats import GenerationStats
+from tests.fakes import FakeModel, fake_generator
+
+ROOT = Path(__file__).resolve().parent.parent
+COSTS = PassCosts(((1, 0.040), (2, 0.050), (3, 0.060)), ((1, 0.010), (2, 0.012)), 0.0)
+
+
+def counted(rounds: int, proposed: list[int], accepted: list[int]) -> GenerationStats:
+    return GenerationStats(rounds=rounds, proposed_by_position=proposed, accepted_by_position=accepted)
+
+
+def test_predictions_by_hand() -> None:
+    found = predictions(COSTS, {"model": counted(10, [10, 10], [8, 5]), "lookup": counted(10, [5, 4], [4, 2])})
+    assert found[OFF] == pytest.approx(1 / 0.040)
+    assert found[Setting("model", 1)] == pytest.approx((1 + 0.8) / (0.040 + 0.010 + 0.010))
+    assert found[Setting("model", 2)] == pytest.approx((1 + 0.8 + 0.5) / (0.040 + 2 * 0.020))
+    assert found[Setting("lookup", 1)] == pytest.approx((1 + 0.4) / (0.040 + 0.5 * 0.010))
+    assert found[Setting("lookup", 2)] == pytest.approx((1 + 0.6) / (0.040 + 0.9 * 0.010))
+    assert len(found) == 5
+
+
+def test_what_a_round_takes_beside_its_passes_slows_all_settings() -> None:
+    found = predictions(replace(COSTS, round_seconds=0.01), {"model": counted(10, [10], [8])})
+    assert found[OFF] == pytest.approx(1 / 0.050)
+    assert found[Setting("model", 1)] == pytest.approx(1.8 / 0.070)
+
+
+MODEL_2, LOOKUP_3 = Setting("model", 2), Setting("lookup", 3)
+
+
+def plan_of(gain: float, best: Setting = MODEL_2, predicted: float = 1.5) -> PromptPlan:
+    return PromptPlan({"model": (0.8, 0.6)}, {OFF: 10.0, best: 10.0 * predicted}, best, 10.0 * gain, 10.0)
+
+
+def test_it_says_when_speculation_does_not_pay() -> None:
+    sentence = advise({"code": plan_of(1.04), "story": plan_of(0.9)})
+    assert sentence.startswith("Do not speculate: the best setting of any kind of prompt is 1.04 times as fast")
+    assert "model, K = 2, code" in sentence
+
+
+def test_it_says_what_pays_most() -> None:
+    sentence = advise({"story": plan_of(1.1), "code": plan_of(1.6, LOOKUP_3)})
+    assert "code: lookup, K = 3 (1.60 times); story: model, K = 2 (1.10 times)" in sentence
+
+
+def test_one_setting_for_all_counts_kinds_that_lack_it_as_no_gain() -> None:
+    plans = {
+        "a": plan_of(1, Setting("model", 2), 1.3),
+        "b": plan_of(1, Setting("model", 2), 1.3),
+        "c": plan_of(1, Setting("lookup", 3), 1.5),
+    }
+    assert best_overall(plans) == Setting("model", 2)
+
+
+@pytest.mark.parametrize("draft", [None, FakeModel(seed=3, noise=3)])
+def test_a_fake_pair_is_planned(draft: FakeModel | None) -> None:
+    generator = fake_generator(FakeModel(seed=3, context_length=256), draft)
+    steps: list[int] = []
+    costs, plans = plan_prompts(generator, {"one": "abc", "two": "dcb"}, 24, lambda: steps.append(1))
+    assert len(steps) == plan_steps(generator, 2)
+    assert (costs.draft_by_rows is None) == (draft is None)
+    for plan in plans.values():
+        assert set(plan.acceptance) == ({"lookup"} if draft is None else {"model", "lookup"})
+        assert plan.predicted[plan.best] == max(plan.predicted.values())
+        assert plan.measured > 0
+        assert plan.measured_off > 0
+        assert all(0 <= share <= 1 for shares in plan.acceptance.values() for share in shares)
+
+
+@pytest.fixture
+def folder(tiny_bundle: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, copy)
+    return copy
+
+
+def plan_for(folder: Path, generator: Generator) -> Plan:
+    costs = PassCosts(((1, 1.0), (2, 1.5)), ((1, 0.1),), 0.25)
+    return Plan(generator.machine(), files_of(load_bundle(folder)), costs, 0.625, "so and so", {"code": {"off": 1.0}})
+
+
+def test_a_plan_is_found_again(folder: Path) -> None:
+    generator = Generator.from_bundle(folder, drafter="model")
+    plan = plan_for(folder, generator)
+    plan.save(folder)
+    assert Plan.load(folder, load_bundle(folder), generator.machine()) == plan
+    assert [path.name for path in folder.glob(".*")] == []
+    loaded = Generator.from_bundle(folder)
+    assert (loaded._pair.costs, loaded._pair.model_prior) == (plan.costs, 0.625)
+    assert "plan.json" in loaded.describe()["costs"]
+
+
+def test_a_plan_of_another_machine_or_other_models_is_not_taken(folder: Path) -> None:
+    generator = Generator.from_bundle(folder, drafter="model")
+    plan, bundle = plan_for(folder, generator), load_bundle(folder)
+    plan.save(folder)
+    assert Plan.load(folder, bundle, {**generator.machine(), "cores": "999"}) is None
+    assert Plan.load(folder, replace(bundle, draft=None), generator.machine()) is None
+    (folder / "plan.json").unlink()
+    assert Plan.load(folder, bundle, generator.machine()) is None
+    assert "measured" in Generator.from_bundle(folder).describe()["costs"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:40],
+        lambda text: "[]",
+        lambda text: text.replace('"costs"', '"prices"'),
+        lambda text: text.replace("1.5", "-1.5"),
+        lambda text: text.replace("0.25", '"much"'),
+        lambda text: text.replace("0.625", "[]"),
+    ],
+)
+def test_a_damaged_plan_gets_a_sentence(folder: Path, damage: object) -> None:
+    plan_for(folder, Generator.from_bundle(folder, drafter="model")).save(folder)
+    path = folder / "plan.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(BundleError, match=r"plan\.json is damaged .*: remove it, or run scripts/plan\.py again"):
+        Generator.from_bundle(folder)
+
+
+def test_a_folder_that_cannot_be_written_to_gets_a_sentence(folder: Path, tmp_path: Path) -> None:
+    plan = plan_for(folder, Generator.from_bundle(folder, drafter="model"))
+    with pytest.raises(BundleError, match="The plan cannot be written to"):
+        plan.save(tmp_path / "nowhere")
+
+
+def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_script_plans_draws_and_keeps(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("What is 3 + 4?\n\na b c a b c\n")
+    plot = tmp_path / "plan.svg"
+    done = run_script(folder, "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 16, "--plot", plot)
+    assert done.returncode == 0, done.stderr
+    for words in ("milliseconds of a pass by rows", "model: tokens per second predicted by K", "lookup:", "gain predicted"):
+        assert words in done.stdout
+    document = json.loads((folder / "plan.json").read_text())
+    assert list(document["predictions"]) == ["prompt 1", "prompt 2"]
+    assert 0 <= document["model_prior"] <= 1
+    assert document["advice"] in done.stdout
+    assert "<svg" in plot.read_text()
+
+
+def test_bad_arguments_get_a_sentence(folder: Path) -> None:
+    done = run_script(folder, "--max-new-tokens", 4)
+    assert done.returncode == 2
+    assert "--max-new-tokens is 4; at least 16 are needed" in done.stderr
