@@ -91,11 +91,12 @@ class Session:
         if self._current is None:
             raise ValueError("There is no text to go on with: generate one first.")
         check_cancel(cancel)
-        self._current.extend(max_new_tokens)
-        for decoder in (self._target, self._draft):
-            if decoder is not None:
-                decoder.cancel = cancel
-        return self.pieces(self._current)
+        with self._in_use():
+            self._current.extend(max_new_tokens)
+            for decoder in (self._target, self._draft):
+                if decoder is not None:
+                    decoder.cancel = cancel
+            return self.pieces(self._current)
 
     def fork(self) -> "Session":
         """Returns a session with copies of the caches; neither sees what the other does from here on.

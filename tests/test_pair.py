@@ -207,3 +207,12 @@ def test_bad_words_are_runs_of_tokens(params: SamplingParams, behind_c: set[int]
 def test_tokens_that_the_target_does_not_have_are_named(params: SamplingParams) -> None:
     with pytest.raises(ValueError, match=r"\(logit_bias, stop_token_ids, bad_words\) name token 62; the target's are 0 to 61"):
         pair().acceptance_rule(params, 1)
+
+
+def test_a_bad_word_of_white_space_does_not_forbid_the_space() -> None:
+    raw = RawTokenizer(models.WordLevel({name: token for token, name in enumerate(["a", "\n", " ", "b"])}))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    letters = DecoderPair(FakeModel(4), None, Tokenizer(raw.to_str()), frozenset(), "off", 0)
+    rule = letters.acceptance_rule(SamplingParams(bad_words=["\n"]), 1)
+    for token, said in enumerate((0, 0, 2, 3)):
+        assert rule.judge(Proposal(), np.eye(4, dtype=np.float32)[token : token + 1], [0]).next_token == said

@@ -521,3 +521,54 @@ def test_broken_logits_end_a_text_and_not_the_session(rule: str, broken: str, nu
     assert facts(result) == facts(whole) or rule == "rejection"
     _, result = read(session, session.stream(PROMPT, rules(rule)))
     assert facts(result) == facts(whole)
+
+
+def test_a_session_in_use_says_so_to_another_thread() -> None:
+    generator = fakes()
+    session, inside, go_on = generator.session(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    generator.target.on_pass = wait
+    results: list[GenerationResult] = []
+    worker = threading.Thread(target=lambda: results.append(session.generate(PROMPT, rules("greedy"))))
+    worker.start()
+    assert inside.wait(30)
+    for call in (lambda: session.generate(LOOP, rules("greedy")), lambda: list(session.resume(3))):
+        with pytest.raises(RuntimeError, match="in use by another thread: give each thread a session of its own"):
+            call()
+    go_on.set()
+    worker.join(30)
+    assert facts(results[0]) == facts(fakes().generate(PROMPT, rules("greedy")))
+    generator.target.on_pass = lambda: None
+    assert session.generate(LOOP, rules("greedy")).token_ids == generator.generate(LOOP, rules("greedy")).token_ids
+
+
+def test_a_resumed_text_retires_the_stream_it_was_left_in() -> None:
+    session = fakes().session()
+    old = session.stream(PROMPT, rules("greedy", max_new_tokens=4))
+    next(old)
+    new = session.resume(6)
+    with pytest.raises(RuntimeError, match="gone on with this one elsewhere"):
+        next(old)
+    *_, last = new
+    assert last.result is not None
+    assert last.result.text == fakes().generate(PROMPT, rules("greedy", max_new_tokens=len(last.result.token_ids))).text
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint16, np.uint64])
+def test_numpys_small_numbers_do_not_overflow(kind: type) -> None:
+    generator = fakes()
+    prompt = [1, 2] * 50
+    small = {"max_new_tokens": kind(20), "min_new_tokens": kind(2), "top_k": kind(3), "no_repeat_ngram_size": kind(5)}
+    params = SamplingParams(**small, temperature=np.float16(0.5), seed=kind(9), logprobs=kind(2))
+    plain = SamplingParams(20, 2, top_k=3, no_repeat_ngram_size=5, temperature=0.5, seed=9, logprobs=2)
+    assert params == plain
+    for one, number in ((generator.session(max_length=kind(126)), kind(4)), (generator.session(), kind(3))):
+        result = one.generate(prompt, params, num_draft_tokens=number)
+        assert result.token_ids == generator.generate(prompt, plain, num_draft_tokens=int(number)).token_ids
+        if len(prompt) + 24 <= 126:
+            *_, last = one.resume(kind(3))
+            assert last.result is not None
