@@ -77,7 +77,17 @@ class DraftPolicy:
         self._rate = 1 / self._plain
         self._recent: deque[tuple[int, float]] = deque()
 
-    def worth(self, proposed: int, spent: float, reach: float, rate: float, draft_seconds: float, num_tokens: int) -> bool:
+    def worth(
+        self,
+        proposed: int,
+        spent: float,
+        reach: float,
+        rate: float,
+        draft_seconds: float,
+        num_tokens: int,
+        *,
+        drafted: int = 0,
+    ) -> bool:
         """Tells whether to go on proposing.
 
         Args:
@@ -87,6 +97,7 @@ class DraftPolicy:
             rate: The acceptance rate of the tokens to come.
             draft_seconds: What drafting one more takes.
             num_tokens: The most tokens to propose in all.
+            drafted: How many of those to come have been drafted already, their seconds being among those spent.
         """
         best = 0.0
         gained, reached, allowance = 0.0, reach, self._allowance()
@@ -94,8 +105,9 @@ class DraftPolicy:
         for more in range(1, num_tokens - proposed + 1):
             reached *= rate
             gained += reached
-            seconds = more * draft_seconds + self._costs.target(proposed + more + 1) - self._costs.target(proposed + 1)
-            if self.at_risk(proposed + more, spent + more * draft_seconds) > allowance:
+            drafting = (more - drafted) * draft_seconds
+            seconds = drafting + self._costs.target(proposed + more + 1) - self._costs.target(proposed + 1)
+            if self.at_risk(proposed + more, spent + drafting) > allowance:
                 break
             best = max(best, gained - seconds * self._rate)
         return best > 0

@@ -16,6 +16,7 @@ from .sampling_params import SamplingParams
 from .speculation import Round, speculative_round
 from .stats import GenerationStats
 
+_USUAL_NEW_TOKENS = 128
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
 
@@ -120,6 +121,11 @@ class Generation:
         self._text = OutputText(decode, params.stop, prompt, include_stop=params.include_stop)
         self._logprobs: tuple[TokenLogprob, ...] | None = None if params.logprobs is None else ()
         self._ahead: _Block | None = None
+
+    @property
+    def expected_end(self) -> int:
+        """At which length the text is expected to end; where rounds matter to it, not by its limit, which may be raised."""
+        return self.stats.prompt_tokens + _USUAL_NEW_TOKENS if self._rule.depends_on_rounds else self._limit
 
     @property
     def text(self) -> str:

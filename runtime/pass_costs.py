@@ -53,7 +53,7 @@ class PassCosts:
                 None if draft is None else _points(draft),
                 float(document["round_seconds"]),  # type: ignore[arg-type]
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"Measured costs lack something or are of another form ({error!r}): measure again.") from error
         if not 0 <= costs.round_seconds < np.inf:
             raise ValueError(f"Measured costs say {costs.round_seconds} seconds for a round: measure again.")
@@ -65,19 +65,28 @@ def measure_costs(target: Model, draft: Model | None) -> PassCosts:
 
     Takes about a hundred passes of one row; the two models take turns, as they do in a round.
     """
-    decoders = [Decoder(model, _CACHED_TOKENS + ROWS[-1], num_rows=ROWS[-1]) for model in (target, draft) if model is not None]
+    models = [model for model in (target, draft) if model is not None]
+    room = min(model.spec.context_length for model in models)
+    cached = min(_CACHED_TOKENS, room // 2)
+    measured = [rows for rows in ROWS if rows <= room - cached]
+    decoders = [Decoder(model, cached + measured[-1], num_rows=measured[-1]) for model in models]
     seconds: list[dict[int, list[float]]] = [{} for _ in decoders]
     for decoder in decoders:
-        decoder.forward([0] * _CACHED_TOKENS, 1)
-    for _, rows in itertools.product(range(_REPETITIONS + 1), ROWS):
+        decoder.forward([0] * cached, 1)
+    for _, rows in itertools.product(range(_REPETITIONS + 1), measured):
         for decoder, by_rows in zip(decoders, seconds, strict=True):
-            decoder.rewind_to(_CACHED_TOKENS)
+            decoder.rewind_to(cached)
             started = time.perf_counter()
             decoder.forward([0] * rows, rows)
             by_rows.setdefault(rows, []).append(time.perf_counter() - started)
-    # The first repetition warms up: memory is allocated, kernels are chosen.
-    medians = [tuple((rows, median(times[1:])) for rows, times in by_rows.items()) for by_rows in seconds]
-    return PassCosts(medians[0], medians[1] if draft is not None else None)
+    points = [_medians(by_rows) for by_rows in seconds]
+    return PassCosts(points[0], points[1] if draft is not None else None)
+
+
+def _medians(by_rows: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    """Takes medians, the first repetition left out: it warms up. More rows never cost less: that is noise."""
+    medians = (median(times[1:]) for times in by_rows.values())
+    return tuple(zip(by_rows, itertools.accumulate(medians, max), strict=True))
 
 
 def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:

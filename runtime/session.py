@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from .acceptance import AcceptanceRule
 from .checks import shown
 from .decoder import Decoder
 from .drafters import AdaptiveDrafter, Drafter, HybridDrafter, LookupDrafter, ModelDrafter, NoDrafter
@@ -16,9 +15,6 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .pair import Prompt
-
-
-_USUAL_NEW_TOKENS = 128
 
 
 class Session:
@@ -44,6 +40,7 @@ class Session:
         self._target = Decoder(pair.target, self._capacity, num_rows=MAX_NUM_DRAFT_TOKENS + 1)
         self._draft: Decoder | None = None
         self._current: Generation | None = None
+        self._drafter: Drafter = NoDrafter()
         self._stream = 0
         self._lock = threading.Lock()
 
@@ -93,6 +90,8 @@ class Session:
         check_cancel(cancel)
         with self._in_use():
             self._current.extend(max_new_tokens)
+            if isinstance(self._drafter, AdaptiveDrafter):
+                self._drafter.max_length = self._current.expected_end
             for decoder in (self._target, self._draft):
                 if decoder is not None:
                     decoder.cancel = cancel
@@ -142,10 +141,10 @@ class Session:
                     target_vocab_size=pair.target.spec.vocab_size,
                     end_token_ids=eos_token_ids | stop_token_ids,
                 )
-            last = _expected_end(len(tokens), params, rule)
+            self._drafter = _new_drafter(drafter, model, pair)
             self._current = Generation(
                 self._target,
-                _new_drafter(drafter, model, pair, max_length=last),
+                self._drafter,
                 tokens,
                 params,
                 rule=rule,
@@ -155,6 +154,8 @@ class Session:
                 eos_token_ids=eos_token_ids,
                 decode=pair.tokenizer.decode,
             )
+            if isinstance(self._drafter, AdaptiveDrafter):
+                self._drafter.max_length = self._current.expected_end
             return self._current
 
     def pieces(self, generation: Generation) -> Iterator[Piece]:
@@ -196,18 +197,12 @@ class Session:
         return self._draft
 
 
-def _expected_end(prompt_length: int, params: SamplingParams, rule: AcceptanceRule) -> int:
-    """Returns at which length a text is expected to end; where rounds matter to it, not by its limit, which may be raised."""
-    return prompt_length + (_USUAL_NEW_TOKENS if rule.depends_on_rounds else params.max_new_tokens)
-
-
-def _new_drafter(name: str, model: ModelDrafter | None, pair: DecoderPair, *, max_length: int) -> Drafter:
+def _new_drafter(name: str, model: ModelDrafter | None, pair: DecoderPair) -> Drafter:
     if name == "auto":
         return AdaptiveDrafter(
             LookupDrafter(),
             model,
             pair.costs,
-            max_length=max_length,
             model_prior=pair.model_prior,
             max_slowdown=pair.max_slowdown,
         )

@@ -29,6 +29,9 @@ class AdaptiveDrafter:
     A drawn token is never dropped for what it is: only what was known before it was drawn, the draft's confidence among it,
     decides whether it is proposed. Otherwise what is proposed would no longer follow the draft's distribution, and the law of
     the text would suffer.
+
+    Attributes:
+        max_length: Tokens of prompt and text at which the text is expected to end.
     """
 
     name = "auto"
@@ -39,7 +42,7 @@ class AdaptiveDrafter:
         model: ModelDrafter | None,
         costs: PassCosts,
         *,
-        max_length: int,
+        max_length: int = 0,
         model_prior: float = MODEL_PRIOR,
         max_slowdown: float = MAX_SLOWDOWN,
     ) -> None:
@@ -49,7 +52,7 @@ class AdaptiveDrafter:
             lookup: Copies from the text.
             model: The draft model, or None.
             costs: Measured on this machine.
-            max_length: Tokens of prompt and text at which the text is expected to end.
+            max_length: See the class; it may be set later.
             model_prior: The acceptance rate expected of the model before anything was seen.
             max_slowdown: See DraftPolicy.
         """
@@ -57,7 +60,7 @@ class AdaptiveDrafter:
         self._model = model
         self._costs = costs
         self._policy = DraftPolicy(costs, max_slowdown)
-        self._max_length = max_length
+        self.max_length = max_length
         self._lookup_rates = AcceptanceEstimate(_LOOKUP_PRIORS)
         by_confidence: dict[Kind, float] = {
             kind: min(0.98, factor * model_prior) for kind, factor in enumerate(_CONFIDENCE_FACTORS)
@@ -135,12 +138,12 @@ class AdaptiveDrafter:
         if self._model_has_read:
             model.skip_to_last(_WINDOW, sequence)
         logits = model.logits(sequence, block)
-        self._model_has_read = True
-        self._spent += reading + seconds
         if logits is None:
             return None
+        self._model_has_read = True
+        self._spent += reading + seconds
         kind = _confidence_kind(logits[0])
-        if not policy.worth(len(block), self._spent, reach, self._model_rates.rate(kind), 0.0, len(block) + 1):
+        if not policy.worth(len(block), self._spent, reach, self._model_rates.rate(kind), seconds, num_tokens, drafted=1):
             return None
         drafted = model.choose(logits, sequence, block)
         if drafted is not None:
@@ -156,11 +159,11 @@ class AdaptiveDrafter:
         model that was dropped reads the last few tokens only.
         """
         if self._model_has_read:
-            missing = model.missing(sequence, block) - 1
-            return self._costs.draft(1 + min(missing, _WINDOW)) - self._costs.draft(1)
+            unread = min(model.missing(sequence, ()), _WINDOW) + len(block)
+            return self._costs.draft(unread) - self._costs.draft(1)
         # Whatever a session has cached of it: a text must not depend on that.
         unread = len(sequence) + len(block)
-        saved = (self._max_length - len(sequence)) * self._policy.saved(rate, self._costs.draft(1), num_tokens)
+        saved = (self.max_length - len(sequence)) * self._policy.saved(rate, self._costs.draft(1), num_tokens)
         return 0.0 if self._costs.draft(unread) - self._costs.draft(1) < saved else None
 
 

@@ -1,4 +1,4 @@
-"""Drafters: what a lookup copies, and that a draft model's tokens are chosen by the rule from its own rows."""
+"""A draft model: its tokens are chosen by the rule from its own rows, and what it has not read hurts nobody but itself."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from runtime.acceptance import AcceptanceRule, CoupledRule, GreedyRule, Proposal, RejectionRule
 from runtime.decoder import Cancelled, Decoder
-from runtime.drafters import LookupDrafter, ModelDrafter, NoDrafter
+from runtime.drafters import ModelDrafter
 from runtime.errors import LogitsError
 from runtime.noise import ExponentialNoise
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.verify import draw
-from tests.fakes import FakeModel, greedy_text, plain_lookup
+from tests.fakes import FakeModel, greedy_text
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3)
 COUPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3, acceptance="coupled", seed=3)
@@ -53,69 +53,6 @@ def model_drafter(
     decoder = Decoder(model, max_length, num_rows=1)
     rule = rule_of(params, uniforms)
     return ModelDrafter(decoder, rule, target_vocab_size=target_vocab_size, end_token_ids=frozenset(end_token_ids))
-
-
-# --- lookup -----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.integers(0, 2), min_size=1, max_size=40),
-    st.integers(1, 3),
-    st.integers(0, 2),
-    st.lists(st.integers(1, 5), min_size=40, max_size=40),
-    st.integers(1, 6),
-)
-def test_lookup_finds_what_a_search_finds(
-    tokens: list[int], shortest: int, wider: int, steps: list[int], num_tokens: int
-) -> None:
-    drafter, length = LookupDrafter(longest=shortest + wider, shortest=shortest), 1
-    for step in steps:
-        sequence = tokens[:length]
-        expected = plain_lookup(sequence, num_tokens, shortest + wider, shortest)
-        assert drafter.propose(sequence, num_tokens) == Proposal(tuple(expected))
-        drafter.rewind_to(length - 1)
-        length = min(length + step, len(tokens))
-
-
-@pytest.mark.parametrize(
-    ("sequence", "proposed"),
-    [
-        ([1, 2, 7, 8, 1, 2, 9, 8, 1, 2], (9, 8, 1)),  # the latest of two
-        ([0, 1, 2, 7, 8, 5, 1, 2, 9, 0, 1, 2], (7, 8, 5)),  # a longer one before a later one
-        ([1, 2, 3, 4], ()),
-        ([1, 2], ()),  # only the ending itself
-        ([5], ()),
-        ([3, 1, 4, 1], ()),  # one token is no match
-        ([6, 6, 6, 6], (6, 6, 6)),  # overlapping the ending, and going on behind what was proposed
-        ([1, 2, 3, 1, 2], (3, 1, 2)),
-        ([1, 2, 5, 9, 1, 2, 5, 8, 1, 2, 7, 6, 1, 2], (5, 8, 1)),  # twice outweighs once, though that was later
-    ],
-)
-def test_lookup_by_hand(sequence: list[int], proposed: tuple[int, ...]) -> None:
-    assert LookupDrafter().propose(sequence, 3) == Proposal(proposed, None)
-
-
-def test_lookup_counts_no_passes() -> None:
-    drafter = LookupDrafter()
-    drafter.propose([1, 2, 3, 1, 2], 3)
-    assert (drafter.name, drafter.passes, drafter.seconds) == ("lookup", 0, 0.0)
-
-
-@pytest.mark.parametrize(("longest", "shortest"), [(2, 3), (3, 0), (0, 0), (2, -1)])
-def test_lookup_refuses_sizes_out_of_order(longest: int, shortest: int) -> None:
-    with pytest.raises(ValueError, match=f"1 <= shortest <= longest; found {shortest} and {longest}"):
-        LookupDrafter(longest=longest, shortest=shortest)
-
-
-def test_no_drafter_proposes_nothing() -> None:
-    drafter = NoDrafter()
-    assert drafter.propose([1, 2, 1, 2], 4) == Proposal((), None)
-    drafter.rewind_to(0)
-    assert (drafter.name, drafter.passes, drafter.seconds) == ("off", 0, 0.0)
-
-
-# --- draft model ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("params", [SAMPLED, SamplingParams(temperature=0.5), SamplingParams(temperature=2.0, top_k=5)])
@@ -258,3 +195,151 @@ def test_a_cancelled_draft_says_so() -> None:
     drafter._decoder.begin([1, 2, 3], Set())
     with pytest.raises(Cancelled):
         drafter.propose([1, 2, 3], 4)
+
+
+# --- gaps -------------------------------------------------------------------------------------------------------------
+
+TEXT = [(7 * place * place + 3 * place) % 16 for place in range(80)]
+
+
+def with_a_gap(model: FakeModel) -> ModelDrafter:
+    """A drafter that has read the tokens before 10 and those from 22 on, up to 29."""
+    drafter = model_drafter(model, SamplingParams(), max_length=128)
+    drafter.logits(TEXT[:10], [])
+    drafter.skip_to_last(8, TEXT[:30])
+    assert drafter.missing(TEXT[:30], []) == 8
+    assert drafter.propose(TEXT[:30], 3).tokens == tuple(greedy_text(model, TEXT[:10] + TEXT[22:30], 3))
+    assert model.calls == [(0, 10, 1), (10, 8, 1), (18, 1, 1), (19, 1, 1)]
+    drafter.rewind_to(29)
+    model.calls.clear()
+    return drafter
+
+
+def test_behind_a_gap_the_model_goes_on_from_what_it_has_read() -> None:
+    model = FakeModel(seed=3)
+    drafter = with_a_gap(model)
+    assert drafter.missing(TEXT[:31], [5]) == 3
+    assert drafter.propose(TEXT[:31], 2).tokens == tuple(greedy_text(model, TEXT[:10] + TEXT[22:31], 2))
+    assert model.calls[0] == (17, 2, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 21, 100])
+def test_there_is_no_gap_where_no_more_is_missing(num_tokens: int) -> None:
+    model = FakeModel(seed=3)
+    drafter = model_drafter(model, SamplingParams())
+    drafter.logits(TEXT[:10], [])
+    drafter.skip_to_last(num_tokens, TEXT[:30])
+    assert drafter.missing(TEXT[:30], []) == 20
+    assert drafter.propose(TEXT[:30], 2).tokens == tuple(greedy_text(model, TEXT[:30], 2))
+
+
+@pytest.mark.parametrize(
+    ("length", "missing", "read"),
+    [
+        (40, 11, 17),  # nothing to forget
+        (25, 15, 13),
+        (23, 17, 11),
+        (22, 18, 10),  # all behind the gap
+        (21, 30, 10),  # into the gap: it is forgotten
+        (11, 30, 10),
+        (10, 30, 10),
+        (9, 31, 9),
+        (4, 36, 4),
+        (0, 40, 0),
+    ],
+)
+def test_a_rewind_across_a_gap_forgets_it(length: int, missing: int, read: int) -> None:
+    model = FakeModel(seed=3)
+    drafter = with_a_gap(model)
+    for _ in range(2):
+        drafter.rewind_to(length)
+    assert drafter.missing(TEXT[:40], []) == missing
+    tail = TEXT[:10] + TEXT[22:40] if missing < 20 else TEXT[:40]
+    assert drafter.propose(TEXT[:40], 3).tokens == tuple(greedy_text(model, tail, 3))
+    assert model.calls[0] == (read, missing, 1)
+
+
+def test_a_second_gap_takes_the_place_of_the_first() -> None:
+    model = FakeModel(seed=3)
+    drafter = with_a_gap(model)
+    drafter.skip_to_last(5, TEXT[:60])
+    assert drafter.missing(TEXT[:60], []) == 5
+    assert drafter.propose(TEXT[:60], 3).tokens == tuple(greedy_text(model, TEXT[:10] + TEXT[55:60], 3))
+    drafter.rewind_to(50)
+    assert drafter.propose(TEXT[:60], 3).tokens == tuple(greedy_text(model, TEXT[:60], 3))
+
+
+def test_a_second_gap_that_is_never_filled() -> None:
+    model = FakeModel(seed=3)
+    drafter = with_a_gap(model)
+    drafter.skip_to_last(5, TEXT[:60])
+    drafter.skip_to_last(5, TEXT[:75])
+    drafter.rewind_to(74)
+    assert drafter.propose(TEXT[:75], 3).tokens == tuple(greedy_text(model, TEXT[:10] + TEXT[70:75], 3))
+
+
+@pytest.mark.parametrize(("text", "kept"), [(TEXT, 10), ([4] * 80, 17), (TEXT[:9] + [3] * 70, 17)], ids=["10", "all", "run"])
+def test_the_next_text_keeps_what_is_a_beginning_of_it(text: list[int], kept: int) -> None:
+    """What the cache holds was computed from just the tokens it holds, so it may serve where these come in a row."""
+    model = FakeModel(seed=3)
+    drafter = model_drafter(model, SamplingParams(), max_length=128)
+    drafter.logits(text[:10], [])
+    drafter.skip_to_last(8, text[:30])
+    drafter.propose(text[:30], 3)
+    drafter.rewind_to(29)
+    decoder = drafter._decoder
+    decoder.begin(text[:50], None)
+    assert decoder.past_length == kept
+    model.calls.clear()
+    later = ModelDrafter(decoder, rule_of(SamplingParams()), target_vocab_size=16, end_token_ids=frozenset())
+    assert later.propose(text[:50], 3).tokens == tuple(greedy_text(model, text[:50], 3))
+    assert model.calls[0] == (kept, 50 - kept, 1)
+
+
+def kept_before_a_gap(positions: list[int]) -> list[int]:
+    return [position for place, position in enumerate(positions) if position == place]
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("grow"), st.integers(1, 12)),
+        st.tuples(st.just("ask"), st.lists(st.integers(0, 15), max_size=5)),
+        st.tuples(st.just("skip"), st.integers(1, 9)),
+        st.tuples(st.just("rewind"), st.integers(0, 100)),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(steps)
+def test_gaps_and_rewinds_in_any_order(script: list[tuple[str, object]]) -> None:
+    """Against a list of the places that are read, which is searched anew for every question."""
+    model = FakeModel(seed=3, context_length=1000)
+    drafter = model_drafter(model, SamplingParams(), max_length=1000)
+    text, read, reached = [1, 2, 3], [], 0
+    for step, argument in script:
+        if step == "grow":
+            text = text + [(len(text) * len(text) + place) % 16 for place in range(argument)]
+        elif step == "skip":
+            drafter.skip_to_last(argument, text)
+            if len(text) - reached > argument:
+                read, reached = kept_before_a_gap(read), len(text) - argument
+        elif step == "ask":
+            full = [*text, *argument]
+            assert drafter.missing(text, argument) == len(full) - reached
+            logits = drafter.logits(text, argument)
+            read, reached = [*read, *range(reached, len(full))], len(full)
+            assert np.array_equal(logits[0], model.logits([full[position] for position in read]))
+        if step in ("ask", "rewind"):
+            length = len(text) - 1 if step == "ask" else min(argument, len(text) - 1)
+            drafter.rewind_to(length)
+            before, behind = kept_before_a_gap(read), [p for place, p in enumerate(read) if p != place]
+            gap_end = behind[0] if behind else reached if reached > len(read) else 0
+            if length < gap_end:
+                read = [position for position in before if position < length]
+                reached = len(read)
+            else:
+                read = [position for position in read if position < length]
+                reached = max(gap_end, min(reached, length))
