@@ -12,6 +12,7 @@ Weights = NDArray[np.float32]
 Kept = NDArray[np.bool_]
 # Outside these float32 has no precise numbers; at them, sampling is greedy, or uniform, long since.
 _TEMPERATURES = (1e-30, 3e38)
+_TINY = np.finfo(np.float32).tiny
 _ROUNDED_DOWN = 1 - 1e-6
 _STRIPES = 512
 
@@ -64,10 +65,12 @@ def min_p(weights: Weights, fraction: float) -> Kept:
 def typical_p(weights: Weights, mass: float) -> Kept:
     """Tells the fewest tokens, those nearest to the mean surprisal first, that make up `mass` (Meister et al. 2022)."""
     total = weights.sum(dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        surprisal = np.float32(np.log(total)) - np.log(weights)
-        mean = np.nansum(surprisal * weights, dtype=np.float64) / total
-    distance = np.abs(surprisal - np.float32(mean))
+    # A weight of 0 counts as a tiny one in the logarithm, and as nothing in the mean.
+    distance = np.log(np.maximum(weights, _TINY))
+    mean = np.log(total) - (distance * weights).sum(dtype=np.float64) / total
+    # From here on: each token's distance of its surprisal, log(total) - log(weight), to the mean.
+    np.subtract(np.float32(np.log(total) - mean), distance, out=distance)
+    np.abs(distance, out=distance)
     # Looks among the nearest tokens first: sorting a whole vocabulary takes longer than all else.
     reach = max(float(mean), 0.5)
     while len(near := np.flatnonzero(distance <= reach)) < len(weights) and weights[near].sum(dtype=np.float64) < mass * total:
