@@ -26,6 +26,13 @@ def check_whole(name: str, value: object, low: int) -> None:
         raise ValueError(f"{name} is {shown(value)}; a whole number of at least {low} is expected.")
 
 
+def checked_max_length(value: object, context_length: int) -> int:
+    """Returns the most tokens of prompt and text; raises ValueError unless they are from 2 to the context's."""
+    if not is_whole(value) or not 2 <= value <= context_length:
+        raise ValueError(f"max_length is {shown(value)}; a number from 2 to the context's {context_length} is expected.")
+    return int(value)
+
+
 def check_number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> None:
     """Raises ValueError, naming the value and what is expected, unless it is a finite number that fits."""
     if isinstance(value, bool | np.timedelta64 | np.complexfloating) or not isinstance(value, int | float | np.number):

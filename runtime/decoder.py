@@ -1,4 +1,4 @@
-"""A decoder in one generation: a model, its cache, and one integer that says how far it is.
+"""A decoder in one generation: a model, its cache, and the tokens that are in it.
 
 "Feed whatever is not cached" is all it does: prefill, one step, verification and catching up are the same call. It cuts
 long inputs into passes of a bounded size, so memory does not grow with the prompt times the vocabulary.
@@ -13,10 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backend import Model
+from .contract import DecoderSpec
 from .errors import LogitsError
 
 _MAX_ROWS = 256
 _LOGITS_BYTES = 32 << 20
+
+
+def context_size(spec: DecoderSpec, max_length: int, num_rows: int) -> tuple[int, int]:
+    """Returns the cache slots and the rows of logits that a Decoder of these arguments allocates."""
+    rows = max(num_rows, spec.min_rows, min(_MAX_ROWS, _LOGITS_BYTES // (4 * spec.vocab_size), max_length))
+    return max_length + spec.min_rows - 1 + spec.spare_slots, rows
 
 
 class Cancelled(Exception):  # noqa: N818 - a signal, not an error
@@ -49,10 +56,8 @@ class Decoder:
         self._model = model
         self._max_length = max_length
         self._num_rows = num_rows
-        rows_within_budget = _LOGITS_BYTES // (4 * self.spec.vocab_size)
-        self._max_rows = max(num_rows, self.spec.min_rows, min(_MAX_ROWS, rows_within_budget, max_length))
-        padding = self.spec.min_rows - 1
-        self._context = model.open_context(max_length + padding + self.spec.spare_slots, self._max_rows)
+        capacity, self._max_rows = context_size(self.spec, max_length, num_rows)
+        self._context = model.open_context(capacity, self._max_rows)
 
     @property
     def past_length(self) -> int:

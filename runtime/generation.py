@@ -115,17 +115,12 @@ class Generation:
         self._num_draft_tokens = num_draft_tokens
         self._max_length = max_length
         self._capacity = capacity
-        self._limit = min(max_length, len(prompt) + params.max_new_tokens)
         self._eos_token_ids = eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._text = OutputText(decode, params.stop, prompt, include_stop=params.include_stop)
         self._logprobs: tuple[TokenLogprob, ...] | None = None if params.logprobs is None else ()
         self._ahead: _Block | None = None
-
-    @property
-    def expected_end(self) -> int:
-        """At which length the text is expected to end; where rounds matter to it, not by its limit, which may be raised."""
-        return self.stats.prompt_tokens + _USUAL_NEW_TOKENS if self._rule.depends_on_rounds else self._limit
+        self._set_limit(params.max_new_tokens)
 
     @property
     def text(self) -> str:
@@ -162,8 +157,14 @@ class Generation:
             raise ValueError(f"The text ended with '{self.finish_reason}': only one that was cut off or cancelled can go on.")
         if len(self.sequence) >= self._max_length:
             raise ValueError(f"The context of {self._max_length} tokens is full: the text cannot go on.")
-        self._limit = min(self._max_length, len(self.sequence) + int(max_new_tokens))
+        self._set_limit(int(max_new_tokens))
         self.finish_reason = None
+
+    def _set_limit(self, max_new_tokens: int) -> None:
+        self._limit = min(self._max_length, len(self.sequence) + max_new_tokens)
+        # Where rounds matter to the text, they must not depend on a limit that may be raised.
+        usual = self.stats.prompt_tokens + _USUAL_NEW_TOKENS
+        self._drafter.expect_end(usual if self._rule.depends_on_rounds else self._limit)
 
     def _next_piece(self, started: float) -> Piece:
         block = self._ahead or self._run_round()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .backend import Model, open_backend
 from .chat import Chat
-from .checks import is_whole, shown
+from .checks import checked_max_length
 from .draft_policy import MAX_SLOWDOWN
 from .drafters.adaptive import MODEL_PRIOR
 from .errors import BundleError, PromptError
@@ -226,11 +226,7 @@ class Generator:
             ValueError: Fewer than 2, or more than the context.
         """
         context_length = self._pair.target.spec.context_length
-        if max_length is not None and (not is_whole(max_length) or not 2 <= max_length <= context_length):
-            raise ValueError(
-                f"max_length is {shown(max_length)}; a number from 2 to the context's {context_length} is expected."
-            )
-        return Session(self._pair, context_length if max_length is None else int(max_length))
+        return Session(self._pair, context_length if max_length is None else checked_max_length(max_length, context_length))
 
     def chat(self, messages: Sequence[Mapping[str, str]] = (), *, max_length: int | None = None) -> Chat:
         """Returns a conversation that keeps its caches between turns.

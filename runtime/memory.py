@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import is_whole
+from .checks import checked_max_length
 from .contract import DecoderSpec
-from .decoder import _LOGITS_BYTES, _MAX_ROWS
+from .decoder import context_size
 from .errors import DeviceError
 from .pair import MAX_NUM_DRAFT_TOKENS
 
@@ -80,12 +80,6 @@ def weight_bytes(spec: DecoderSpec) -> int:
     return int(sum(file.size for file in spec.graph) * _RESIDENT_SHARE[spec.precision])
 
 
-def context_size(spec: DecoderSpec, max_length: int, num_rows: int) -> tuple[int, int]:
-    """Returns the cache slots and the rows of logits that a Decoder of these arguments allocates."""
-    rows = max(num_rows, spec.min_rows, min(_MAX_ROWS, _LOGITS_BYTES // (4 * spec.vocab_size), max_length))
-    return max_length + spec.min_rows - 1 + spec.spare_slots, rows
-
-
 def promised_length(max_length: int | None, context_length: int) -> int:
     """Returns the length a budget is made for; see Generator.from_bundle.
 
@@ -94,9 +88,7 @@ def promised_length(max_length: int | None, context_length: int) -> int:
     """
     if max_length is None:
         return min(DEFAULT_MAX_LENGTH, context_length)
-    if not is_whole(max_length) or not 2 <= max_length <= context_length:
-        raise ValueError(f"max_length is {max_length!r:.80}; a number from 2 to the context's {context_length} is expected.")
-    return max_length
+    return checked_max_length(max_length, context_length)
 
 
 def check_fits(target: DecoderSpec, draft: DecoderSpec | None, max_length: int, free: int | None) -> None:

@@ -40,7 +40,6 @@ class Session:
         self._target = Decoder(pair.target, self._capacity, num_rows=MAX_NUM_DRAFT_TOKENS + 1)
         self._draft: Decoder | None = None
         self._current: Generation | None = None
-        self._drafter: Drafter = NoDrafter()
         self._stream = 0
         self._lock = threading.Lock()
 
@@ -90,8 +89,6 @@ class Session:
         check_cancel(cancel)
         with self._in_use():
             self._current.extend(max_new_tokens)
-            if isinstance(self._drafter, AdaptiveDrafter):
-                self._drafter.max_length = self._current.expected_end
             for decoder in (self._target, self._draft):
                 if decoder is not None:
                     decoder.cancel = cancel
@@ -141,10 +138,9 @@ class Session:
                     target_vocab_size=pair.target.spec.vocab_size,
                     end_token_ids=eos_token_ids | stop_token_ids,
                 )
-            self._drafter = _new_drafter(drafter, model, pair)
             self._current = Generation(
                 self._target,
-                self._drafter,
+                _new_drafter(drafter, model, pair),
                 tokens,
                 params,
                 rule=rule,
@@ -154,8 +150,6 @@ class Session:
                 eos_token_ids=eos_token_ids,
                 decode=pair.tokenizer.decode,
             )
-            if isinstance(self._drafter, AdaptiveDrafter):
-                self._drafter.max_length = self._current.expected_end
             return self._current
 
     def pieces(self, generation: Generation) -> Iterator[Piece]:

@@ -147,7 +147,7 @@ def watch(
         model = ModelDrafter(
             Decoder(draft, last + 64, num_rows=1), rule, target_vocab_size=VOCAB_SIZE, end_token_ids=frozenset()
         )
-    drafter = AdaptiveDrafter(LookupDrafter(), model, costs, max_length=last, max_slowdown=max_slowdown)
+    drafter = AdaptiveDrafter(LookupDrafter(), model, costs, max_slowdown=max_slowdown)
     growing = Generation(
         reader,
         drafter,

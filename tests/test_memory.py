@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from runtime.contract import DecoderSpec, FileRecord
-from runtime.decoder import Decoder
+from runtime.decoder import Decoder, context_size
 from runtime.errors import DeviceError
 from runtime.memory import (
     MemoryBudget,
     check_fits,
-    context_size,
     describe_memory,
     free_memory,
     promised_length,

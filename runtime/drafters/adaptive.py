@@ -29,9 +29,6 @@ class AdaptiveDrafter:
     A drawn token is never dropped for what it is: only what was known before it was drawn, the draft's confidence among it,
     decides whether it is proposed. Otherwise what is proposed would no longer follow the draft's distribution, and the law of
     the text would suffer.
-
-    Attributes:
-        max_length: Tokens of prompt and text at which the text is expected to end.
     """
 
     name = "auto"
@@ -42,7 +39,6 @@ class AdaptiveDrafter:
         model: ModelDrafter | None,
         costs: PassCosts,
         *,
-        max_length: int = 0,
         model_prior: float = MODEL_PRIOR,
         max_slowdown: float = MAX_SLOWDOWN,
     ) -> None:
@@ -52,7 +48,6 @@ class AdaptiveDrafter:
             lookup: Copies from the text.
             model: The draft model, or None.
             costs: Measured on this machine.
-            max_length: See the class; it may be set later.
             model_prior: The acceptance rate expected of the model before anything was seen.
             max_slowdown: See DraftPolicy.
         """
@@ -60,7 +55,7 @@ class AdaptiveDrafter:
         self._model = model
         self._costs = costs
         self._policy = DraftPolicy(costs, max_slowdown)
-        self.max_length = max_length
+        self._expected_end = 0
         self._lookup_rates = AcceptanceEstimate(_LOOKUP_PRIORS)
         by_confidence: dict[Kind, float] = {
             kind: min(0.98, factor * model_prior) for kind, factor in enumerate(_CONFIDENCE_FACTORS)
@@ -79,6 +74,10 @@ class AdaptiveDrafter:
     def seconds(self) -> float:
         """Time spent in them."""
         return 0.0 if self._model is None else self._model.seconds
+
+    def expect_end(self, length: int) -> None:
+        """Keeps it: a draft reads the prompt only where the text to come can bring that in."""
+        self._expected_end = length
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Proposes what is worth it; see the class."""
@@ -163,7 +162,7 @@ class AdaptiveDrafter:
             return self._costs.draft(unread) - self._costs.draft(1)
         # Whatever a session has cached of it: a text must not depend on that.
         unread = len(sequence) + len(block)
-        saved = (self.max_length - len(sequence)) * self._policy.saved(rate, self._costs.draft(1), num_tokens)
+        saved = (self._expected_end - len(sequence)) * self._policy.saved(rate, self._costs.draft(1), num_tokens)
         return 0.0 if self._costs.draft(unread) - self._costs.draft(1) < saved else None
 
 

@@ -33,6 +33,9 @@ class HybridDrafter:
         """Time spent in them."""
         return self._model.seconds
 
+    def expect_end(self, length: int) -> None:
+        """Has nothing to plan."""
+
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Looks up what it can, and lets the model say what it cannot."""
         self._lookup.extend(sequence)

@@ -77,6 +77,9 @@ class LookupDrafter:
         self._index = NgramIndex(longest=longest, shortest=shortest)
         self._longest = longest
 
+    def expect_end(self, length: int) -> None:
+        """Has nothing to plan."""
+
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Copies while something of the ending is known."""
         self._index.extend_to(sequence)

@@ -59,6 +59,9 @@ class ModelDrafter:
         """Time spent in them."""
         return self._decoder.seconds
 
+    def expect_end(self, length: int) -> None:
+        """Has nothing to plan."""
+
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Chooses tokens one by one, each fed back, until `next_token` has none or one ends the text."""
         tokens: list[int] = []

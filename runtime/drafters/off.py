@@ -12,6 +12,9 @@ class NoDrafter:
     passes = 0
     seconds = 0.0
 
+    def expect_end(self, length: int) -> None:
+        """Has nothing to plan."""
+
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:  # noqa: ARG002 - the protocol's signature
         """Returns an empty proposal."""
         return Proposal()

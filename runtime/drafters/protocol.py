@@ -21,6 +21,10 @@ class Drafter(Protocol):
         """Time spent in them."""
         ...
 
+    def expect_end(self, length: int) -> None:
+        """Hears at which length of prompt and text the text is expected to end: at its start, and when a limit is raised."""
+        ...
+
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Returns up to `num_tokens` tokens that may follow the sequence; none is a fair answer."""
         ...

@@ -37,7 +37,9 @@ CHOOSY = PassCosts(((1, 10.0), (2, 11.5)), ((1, 1e-6),))
 
 def adaptive(costs: PassCosts) -> object:
     def make(lookup: LookupDrafter, model: ModelDrafter) -> Drafter:
-        return AdaptiveDrafter(lookup, model, costs, max_length=10_000, max_slowdown=1.0)
+        drafter = AdaptiveDrafter(lookup, model, costs, max_slowdown=1.0)
+        drafter.expect_end(10_000)
+        return drafter
 
     return make
 
@@ -241,7 +243,8 @@ def drafter_on(
     """A drafter, and what it books of drafting, round by round."""
     rule = GreedyRule(Sampler(SamplingParams()))
     reader = ModelDrafter(Decoder(model, capacity, num_rows=1), rule, target_vocab_size=16, end_token_ids=frozenset())
-    drafter = AdaptiveDrafter(LookupDrafter(), reader, costs, max_length=max_length, max_slowdown=max_slowdown)
+    drafter = AdaptiveDrafter(LookupDrafter(), reader, costs, max_slowdown=max_slowdown)
+    drafter.expect_end(max_length)
     booked, count_round = [], drafter._policy.count_round
 
     def counted(proposed: int, spent: float, new_tokens: int) -> None:
