@@ -50,8 +50,13 @@ class Model(Protocol):
         ...
 
     @property
+    def engine(self) -> str:
+        """Engine, version, device and number of threads: what the cost of a pass depends on."""
+        ...
+
+    @property
     def description(self) -> str:
-        """Engine, device and threads in one line, for people."""
+        """The engine and whatever else there is to say of it, in one line, for people."""
         ...
 
     def open_context(self, capacity: int, max_rows: int) -> Context:

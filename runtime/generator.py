@@ -269,7 +269,7 @@ class Generator:
 
 
 def _machine(target: Model, draft: Model | None) -> dict[str, str]:
-    engines = {role: model.description for role, model in (("target", target), ("draft", draft)) if model is not None}
+    engines = {role: model.engine for role, model in (("target", target), ("draft", draft)) if model is not None}
     return machine_of(engines)
 
 

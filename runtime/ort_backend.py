@@ -40,11 +40,11 @@ class OrtBackend:
         self._threads = threads or _available_cores()
         self._shared = shared_thread_pool
         if not shared_thread_pool:
-            self._pool = f"{self._threads} threads from a pool of its own"
+            self._pool = "from a pool of its own"
         elif _create_process_pool(self._threads):
-            self._pool = f"{self._threads} threads from the process's shared pool"
+            self._pool = "from the process's shared pool"
         else:
-            self._pool = "threads from the process's shared pool, which was there already"
+            self._pool = "or so from the process's shared pool, which was there already"
 
     def load(self, spec: DecoderSpec, folder: Path) -> "OrtModel":
         """Makes the session of a decoder; see Backend.load."""
@@ -59,7 +59,7 @@ class OrtBackend:
                 ) from error
             raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {_first_line(error)}") from error
         _check_interface(session, spec, path)
-        return OrtModel(spec, session, f"ONNX Runtime {ort.__version__}, CPU, {self._pool}")
+        return OrtModel(spec, session, f"ONNX Runtime {ort.__version__}, CPU, {self._threads} threads", self._pool)
 
     def _create_session(self, path: Path) -> ort.InferenceSession:
         options = ort.SessionOptions()
@@ -77,10 +77,11 @@ class OrtBackend:
 class OrtModel:
     """A decoder in an ONNX Runtime session; see Model."""
 
-    def __init__(self, spec: DecoderSpec, session: ort.InferenceSession, description: str) -> None:
+    def __init__(self, spec: DecoderSpec, session: ort.InferenceSession, engine: str, pool: str) -> None:
         """Keeps the session; used by OrtBackend."""
         self.spec = spec
-        self.description = description
+        self.engine = engine
+        self.description = f"{engine} {pool}"
         self._session = session
 
     def open_context(self, capacity: int, max_rows: int) -> "OrtContext":

@@ -83,7 +83,7 @@ def machine_of(engines: Mapping[str, str]) -> dict[str, str]:
     """Returns what costs depend on, as far as it can be told.
 
     Args:
-        engines: What runs each model, as Model.description tells: engine, version, device, threads.
+        engines: What runs each model; see Model.engine.
     """
     return {"processor": processor(), "cores": str(os.cpu_count()), "system": platform.machine(), **engines}
 

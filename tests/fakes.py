@@ -74,7 +74,7 @@ class FakeModel:
             spare_slots=spare_slots,
             min_rows=min_rows,
         )
-        self.description = "a fake"
+        self.engine = self.description = "a fake"
         self.calls: list[tuple[int, int, int]] = []
         self.broken_at = broken_at
         self.broken_value = broken_value

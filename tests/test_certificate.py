@@ -52,7 +52,7 @@ class LyingModel:
     def __init__(self) -> None:
         self._model = FakeModel(seed=3, sharpness=6, min_rows=2)
         self.spec = replace(self._model.spec, min_rows=1)
-        self.description = "a fake"
+        self.engine = self.description = "a fake"
 
     def open_context(self, capacity: int, max_rows: int) -> FakeContext:
         return self._model.open_context(capacity, max_rows)

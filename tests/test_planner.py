@@ -160,6 +160,8 @@ def test_the_script_plans_draws_and_keeps(folder: Path, tmp_path: Path) -> None:
     assert 0 <= document["model_prior"] <= 1
     assert document["advice"] in done.stdout
     assert "<svg" in plot.read_text()
+    # The script has one thread pool for all, a service has pools of their own: the plan serves both.
+    assert "plan.json" in Generator.from_bundle(folder).describe()["costs"]
 
 
 def test_bad_arguments_get_a_sentence(folder: Path) -> None:

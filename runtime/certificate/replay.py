@@ -33,6 +33,7 @@ class ReplayedModel:
             max_rows: The most rows asked for in a pass.
         """
         self.spec: DecoderSpec = model.spec
+        self.engine = model.engine
         self.description = f"{model.description}, each row computed once"
         self._decoder = Decoder(model, max_length, num_rows=max_rows)
         self._rows: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()

@@ -26,7 +26,7 @@ class FewRowsDiffer:
 
     def __init__(self, model: Model, rows: int, *, min_rows: int = 1) -> None:
         self.spec = dataclasses.replace(model.spec, min_rows=min_rows)
-        self.description = model.description
+        self.engine, self.description = model.engine, model.description
         self.rows = rows
         self._model = model
 
