@@ -37,7 +37,7 @@ class OrtBackend:
         most = _THREADS_PER_CORE * (os.cpu_count() or 1)
         if threads is not None and (not is_whole(threads) or not 1 <= threads <= most):
             raise ValueError(f"threads is {threads!r:.80}; a number from 1 to {most} is expected, or None for all cores.")
-        self._threads = threads or _available_cores()
+        self._threads = threads or available_cores()
         self._shared = shared_thread_pool
         if not shared_thread_pool:
             self._pool = "from a pool of its own"
@@ -138,7 +138,8 @@ class OrtContext:
             mine[:, :, :length] = theirs[:, :, :length]
 
 
-def _available_cores() -> int:
+def available_cores() -> int:
+    """Returns how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import new_parser, read_prompts, run
+from command_line import new_parser, read_prompts, require, run
 
 if TYPE_CHECKING:
     from bench_report import Result
@@ -67,14 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measures; returns the exit status, 1 when one of our texts differs from the plain one."""
     arguments = parse_arguments()
-    # Asked for now: whoever lacks them should know before minutes of work.
-    import tqdm
-
-    if arguments.plot is not None:
-        import matplotlib as mpl
-
-        del mpl
-    del tqdm
+    require("tqdm", *([] if arguments.plot is None else ["matplotlib"]))
 
     from bench_report import check_writable, document, draw, load_average, summary, write_json
     from bench_setup import prepare

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -95,10 +94,9 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     Raises:
         ValueError: It cannot be written.
     """
-    import io
-
-    import matplotlib as mpl
     from matplotlib.figure import Figure
+
+    from runtime.certificate.report import svg_of
 
     temperatures = list(dict.fromkeys(case.request.temperature for case, _ in results))
     prompts = len(dict.fromkeys(case.prompt for case, _ in results))
@@ -109,11 +107,7 @@ def draw(path: Path, results: Sequence[Result]) -> None:
         _draw_panel(axes, [result for result in results if result[0].request.temperature == temperature])
         axes.set_title("greedy" if temperature == 0 else f"temperature {temperature:g}", fontsize=9)
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=7, loc="outside right upper")
-    drawing = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure.savefig(drawing, format="svg", metadata={"Date": None})
-    _write(path, drawing.getvalue())
+    _write(path, svg_of(figure))
 
 
 def check_writable(path: Path) -> None:
@@ -124,8 +118,10 @@ def check_writable(path: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """Returns where this runs."""
+    from runtime.plan import processor
+
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -135,15 +131,6 @@ def machine() -> dict[str, Any]:
 def load_average() -> float | None:
     """Returns the load of the last minute; None where the system does not tell."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _baselines(figures: Sequence[ModeFigures]) -> list[str]:

@@ -1,6 +1,5 @@
 """From what the user of scripts/bench.py asks for to loaded engines, modes and prompts; what cannot be had becomes a note."""
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -98,9 +97,10 @@ def prepare(question: Question, stack: ExitStack) -> Comparison:
     """
     from runtime import Generator
     from runtime.manifest import load_bundle
+    from runtime.ort_backend import available_cores
 
     bundle = load_bundle(question.bundle)
-    threads = question.threads or _available_cores()
+    threads = question.threads or available_cores()
     drafters = _drafters(question.drafters, has_draft=bundle.draft is not None)
     # Before the other engines: "auto" measures what passes cost.
     generator = Generator.from_bundle(
@@ -191,11 +191,9 @@ def _llama(file: Path, cases: Sequence[Case], generator: "Generator", threads: i
 
 
 def _load_note() -> list[str]:
-    load, cores = load_average(), _available_cores()
+    from runtime.ort_backend import available_cores
+
+    load, cores = load_average(), available_cores()
     if load is None or load < _QUIET * cores:
         return []
     return [f"The load average is {load} on {cores} cores: something else is running, so ratios will scatter."]
-
-
-def _available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

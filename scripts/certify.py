@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import new_parser, read_prompts, run
+from command_line import new_parser, read_prompts, require, run
 
 if TYPE_CHECKING:
     from runtime import Generator
@@ -52,17 +52,13 @@ def main() -> int:
     """Certifies; returns the exit status."""
     arguments = parse_arguments()
 
-    # Asked for now: whoever lacks them should know before minutes of work.
-    import matplotlib as mpl
-    import scipy as sp
-    import tqdm
+    require("matplotlib", "scipy", "tqdm")
 
     from runtime import Generator
     from runtime.certificate.plan import DEFAULT_PROMPTS
     from runtime.certificate.report import Certificate, check_writable
     from runtime.manifest import load_bundle
 
-    del mpl, sp, tqdm
     folder = arguments.out or arguments.bundle / "certificate"
     prompts = DEFAULT_PROMPTS if arguments.prompts is None else tuple(read_prompts(arguments.prompts).values())
     bundle = load_bundle(arguments.bundle)
@@ -70,6 +66,7 @@ def main() -> int:
         arguments.bundle,
         device=arguments.device,
         draft_device=arguments.draft_device,
+        drafter="lookup" if bundle.draft is None else "model",  # each check names its own; "auto" would measure costs
         threads=arguments.threads,
         shared_thread_pool=True,
         verify_files=False,  # just done

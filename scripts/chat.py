@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import Terminated, new_parser, run
-from sampling_arguments import add_sampling_arguments, sampling_params
+from generation_arguments import add_generator_arguments, add_sampling_arguments, load_generator, sampling_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,12 +33,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py, of a model with a chat template")
     parser.add_argument("--system", help="a system message before all others")
-    parser.add_argument("--drafter", choices=["auto", "hybrid", "model", "lookup", "off"], help="default auto: what pays")
-    parser.add_argument(
-        "--num-draft-tokens", type=int, metavar="K", help="the most tokens a round proposes (default 4; auto 16)"
-    )
-    parser.add_argument("--device", default="cpu", help="default cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    add_generator_arguments(parser)
     add_sampling_arguments(parser)
     return parser.parse_args(arguments)
 
@@ -47,17 +42,8 @@ def main() -> int:
     """Talks until the input ends; returns the exit status."""
     arguments = parse_arguments()
 
-    from runtime import Generator
-
     params = sampling_params(arguments)
-    generator = Generator.from_bundle(
-        arguments.bundle,
-        device=arguments.device,
-        drafter=arguments.drafter,
-        num_draft_tokens=arguments.num_draft_tokens,
-        threads=arguments.threads,
-        shared_thread_pool=True,
-    )
+    generator = load_generator(arguments)
     chat = generator.chat([{"role": "system", "content": arguments.system}] if arguments.system else [])
     while (line := _read_line()) is not None and line.strip() != "/exit":
         if line.strip():

@@ -1,6 +1,7 @@
 """What the scripts share: the project's packages on the path, and one sentence for whatever goes wrong."""
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -54,6 +55,12 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         return INTERRUPTED
+
+
+def require(*modules: str) -> None:
+    """Imports what is needed only after minutes of work, so that whoever lacks it knows now; raises ImportError."""
+    for module in modules:
+        importlib.import_module(module)
 
 
 def read_prompts(path: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import new_parser, run
-from sampling_arguments import add_sampling_arguments, sampling_params
+from generation_arguments import add_generator_arguments, add_sampling_arguments, load_generator, sampling_params
 
 if TYPE_CHECKING:
     from runtime import Generator, SamplingParams
@@ -39,12 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("prompt", help="the text to continue, or the message with --chat; '-' reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument("--system", help="a system message in front of it (with --chat)")
-    parser.add_argument("--drafter", choices=["auto", "hybrid", "model", "lookup", "off"], help="default auto: what pays")
-    parser.add_argument(
-        "--num-draft-tokens", type=int, metavar="K", help="the most tokens a round proposes (default 4; auto 16)"
-    )
-    parser.add_argument("--device", default="cpu", help="default cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    add_generator_arguments(parser)
     parser.add_argument("--trace", action="store_true", help="tell each round instead of streaming the text")
     parser.add_argument("--stats", action="store_true", help="print what it cost, as JSON, to standard error")
     parser.add_argument("--logprobs", type=int, metavar="N", help="print each token's log-probability, and the N top ones")
@@ -59,19 +54,8 @@ def main() -> int:
     """Generates; returns the exit status."""
     arguments = parse_arguments()
 
-    from runtime import Generator
-
     params = sampling_params(arguments, logprobs=arguments.logprobs)
-    # This process makes no other ONNX Runtime sessions, so it may use one thread pool for everything.
-    generator = Generator.from_bundle(
-        arguments.bundle,
-        device=arguments.device,
-        drafter=arguments.drafter,
-        num_draft_tokens=arguments.num_draft_tokens,
-        threads=arguments.threads,
-        shared_thread_pool=True,
-    )
-    _print_text(generator, arguments, params)
+    _print_text(load_generator(arguments), arguments, params)
     return 0
 
 

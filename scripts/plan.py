@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import new_parser, read_prompts, run
+from command_line import new_parser, read_prompts, require, run
 
 if TYPE_CHECKING:
     from runtime.pass_costs import PassCosts
@@ -61,8 +61,7 @@ def main() -> int:
     from runtime.planner import advise, plan_prompts, plan_steps
 
     prompts = PROMPTS if arguments.prompts is None else read_prompts(arguments.prompts)
-    if arguments.plot is not None:
-        import matplotlib  # noqa: F401, ICN001 - whoever lacks it should know before minutes of work
+    require(*([] if arguments.plot is None else ["matplotlib"]))
     bundle = load_bundle(arguments.bundle)
     generator = Generator.from_bundle(
         arguments.bundle,

@@ -189,7 +189,7 @@ def _draw_work(work: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def _draw_law(outcomes: Sequence[Mapping[str, Any]]) -> str:
@@ -205,10 +205,11 @@ def _draw_law(outcomes: Sequence[Mapping[str, Any]]) -> str:
     axes.set_xticks(list(places), labels, rotation=60, ha="right", fontsize=7)
     axes.set_ylabel("probability")
     axes.legend()
-    return _svg(figure)
+    return svg_of(figure)
 
 
-def _svg(figure: Any) -> str:
+def svg_of(figure: Any) -> str:
+    """Returns a matplotlib figure as an SVG element."""
     import matplotlib as mpl
 
     drawing = io.StringIO()

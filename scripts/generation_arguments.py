@@ -1,11 +1,36 @@
-"""Command-line options for SamplingParams, shared by the scripts that generate text."""
+"""Command-line options of the scripts that generate text: what is loaded, and SamplingParams."""
 
 import argparse
 import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runtime import SamplingParams
+    from runtime import Generator, SamplingParams
+
+
+def add_generator_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds options for how a bundle is loaded and what proposes."""
+    parser.add_argument("--drafter", choices=["auto", "hybrid", "model", "lookup", "off"], help="default auto: what pays")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, metavar="K", help="the most tokens a round proposes (default 4; auto 16)"
+    )
+    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+
+
+def load_generator(arguments: argparse.Namespace) -> "Generator":
+    """Loads the bundle that the parsed options ask for; see Generator.from_bundle for the errors."""
+    from runtime import Generator
+
+    # The scripts make no other ONNX Runtime sessions, so they may use one thread pool for everything.
+    return Generator.from_bundle(
+        arguments.bundle,
+        device=arguments.device,
+        drafter=arguments.drafter,
+        num_draft_tokens=arguments.num_draft_tokens,
+        threads=arguments.threads,
+        shared_thread_pool=True,
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
