@@ -26,7 +26,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
     parser.add_argument("--prompt", action="append", help="a chat message (may be repeated; default: three of them)")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="default 96")
-    parser.add_argument("--num-draft-tokens", type=int, default=3, metavar="K", help="tokens proposed in a round (default 3)")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, default=3, metavar="K", help="the most tokens proposed in a round (default 3)"
+    )
     return parser.parse_args(arguments)
 
 
