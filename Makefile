@@ -30,7 +30,7 @@ $(VENV)/export.installed: pyproject.toml
 	touch $@
 
 $(VENV)/dev.installed: $(VENV)/export.installed
-	$(BIN)/python -m pip install -e ".[cpu,export,certify,dev,oracles]"
+	$(BIN)/python -m pip install -e ".[cpu,export,optimum,certify,dev,oracles,tensorrt-rtx]"
 	touch $@
 
 clean:

@@ -4,20 +4,23 @@ import json
 import logging
 import math
 import os
-import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 
 from .errors import ExportError
+from .links import link_or_copy
 from .source import Source
 
 if TYPE_CHECKING:
     from mobius import ModelPackage
+    from transformers import PretrainedConfig
 
 
 def build_base_graph(source: Source) -> ir.Model:
@@ -59,10 +62,14 @@ def build_base_graph(source: Source) -> ir.Model:
             "only plain text decoders can be exported."
         )
     model = package["model"]
-    if missing := [name for name, value in model.graph.initializers.items() if value.const_value is None]:
+    missing = [value for value in model.graph.initializers.values() if value.const_value is None]
+    if source.kind == "folder" and missing:
+        missing = _fill_absent_biases(missing, source.path)
+    if missing:
         raise ExportError(
-            f"{source.name} has no weights for {len(missing)} tensors of its graph, {missing[0]} first: the checkpoint is "
-            "incomplete, or of another architecture than its config says."
+            f"{source.name} has no weights for {len(missing)} tensors of its graph, {missing[0].name} first: the checkpoint is "
+            "incomplete, or of another architecture than its config says. If it is complete, mobius-onnx does not know how its "
+            "tensors are named: try --source optimum."
         )
     return model
 
@@ -71,27 +78,22 @@ def build_base_graph(source: Source) -> ir.Model:
 def _plain_folder(folder: Path) -> Iterator[Path]:
     """Yields a folder that mobius-onnx 0.1.0 reads rightly: the given one, or a twin of hard links to its files.
 
-    Two things need the twin. mobius takes a rope_theta of 10000 without rope_scaling, the default of Llama 2 and many
-    others, for a model without positions; the twin's config says `"rope_type": "default"`, which means the same to
-    transformers. And it refuses weights behind symbolic links, which is what the hub's cache is made of.
+    Two things need the twin: a config with fields that mobius reads otherwise than transformers does (config_changes), and
+    weights behind symbolic links, which is what the hub's cache is made of and mobius refuses.
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    default_theta = math.isclose(getattr(config, "rope_theta", None) or 0, 10_000)
-    silent_rotary = default_theta and not getattr(config, "rope_scaling", None)
-    if not silent_rotary and not any(file.is_symlink() for file in folder.iterdir()):
+    changes = config_changes(transformers.AutoConfig.from_pretrained(folder))
+    if not changes and not any(file.is_symlink() for file in folder.iterdir()):
         yield folder
         return
     with tempfile.TemporaryDirectory(dir=_linkable_place(folder)) as name:
         twin = Path(name)
         for file in folder.iterdir():
             if file.is_file() and file.name != "config.json":
-                _link_or_copy(file.resolve(), twin / file.name)
+                link_or_copy(file, twin / file.name)
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if silent_rotary:
-            values["rope_scaling"] = {"rope_type": "default"}
-        (twin / "config.json").write_text(json.dumps(values), encoding="utf-8")
+        (twin / "config.json").write_text(json.dumps(values | changes), encoding="utf-8")
         yield twin
 
 
@@ -102,11 +104,59 @@ def _linkable_place(folder: Path) -> Path | None:
     return place if os.access(place, os.W_OK) else None
 
 
-def _link_or_copy(file: Path, link: Path) -> None:
-    try:
-        link.hardlink_to(file)
-    except OSError:
-        shutil.copyfile(file, link)
+def config_changes(config: "PretrainedConfig") -> dict[str, object]:
+    """Returns what a config must say so that mobius-onnx 0.1.0 builds what transformers computes.
+
+    Each change says to mobius, in a field that it reads, what transformers makes of the config as it is.
+    """
+    changes: dict[str, object] = {}
+    scaling = getattr(config, "rope_scaling", None) or {}
+    theta = getattr(config, "rope_theta", None)
+    # Dynamic scaling changes the angles only beyond max_position_embeddings, which no bundle serves.
+    is_dynamic = scaling.get("rope_type", scaling.get("type")) == "dynamic"
+    if is_dynamic:
+        changes["rope_scaling"] = None
+    if theta and (is_dynamic or (not scaling and math.isclose(theta, 10_000))):
+        # The default theta without scaling is taken for a model without positions, unless this older field is there.
+        changes["rotary_emb_base"] = theta
+    if not hasattr(config, "rope_interleave") and _rotates_neighbours(config):
+        changes["rope_interleave"] = True
+    if getattr(config, "mlp_bias", False):
+        changes["use_mlp_bias"] = True
+    return changes
+
+
+def _rotates_neighbours(config: "PretrainedConfig") -> bool:
+    """Whether transformers rotates neighbouring channels together, not the two halves: told by its own function."""
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    rotate = getattr(module, "rotate_half", None)
+    return rotate is not None and rotate(torch.arange(4)).tolist() == [-1, 0, -3, 2]
+
+
+def _fill_absent_biases(missing: list[ir.Value], folder: Path) -> list[ir.Value]:
+    """Gives zeros to biases that transformers' own layer of that name does not have; returns the other values."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return missing
+    with torch.device("meta"):
+        reference = transformers.AutoModelForCausalLM.from_config(config)
+    modules = dict(reference.named_modules())
+    others = []
+    for value in missing:
+        layer, _, parameter = value.name.rpartition(".")
+        if parameter == "bias" and layer in modules and getattr(modules[layer], "bias", value) is None:
+            value.const_value = ir.tensor(np.zeros(value.shape.numpy(), value.dtype.numpy()), name=value.name)
+        else:
+            others.append(value)
+    return others
 
 
 def _closest(name: str, known: list[str]) -> list[str]:

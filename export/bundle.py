@@ -1,55 +1,36 @@
 """From sources to a bundle: checks first, then work in a folder beside the goal, which appears whole or not at all."""
 
-import gc
-import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-from tokenizers import Tokenizer
-
-from runtime.contract import Bundle, DecoderSpec, FileRecord, TokenizerSpec
+from runtime.contract import Bundle, FileRecord, TokenizerSpec
+from runtime.draft_vocabulary import DRAFT_VOCABULARY
 from runtime.manifest import save_bundle
-from runtime.ort_backend import OrtBackend
 
-from .base_graph import build_base_graph
+from .decoders import BYTES_PER_WEIGHT, Report, Role, check_decoders, exporter_of, write_decoder
+from .draft_tokens import DraftTokens, read_counted_text
 from .errors import ExportError
+from .existing_graph import graph_tokenizer
+from .genai_config import write_genai_files
 from .gguf_tokenizer import tokenizer_from_gguf
-from .lowering import SPARE_ROWS, lower_to_group_query_attention
-from .pair import check_pair
-from .parity import check_parity
-from .quantization import quantize_graph
-from .row_equality import measure_min_rows
+from .pair import compare_vocabularies
+from .probe import PROBE_TEXT, PROBE_TOKENS, probe_tokens
+from .quantization import BITS, BLOCK_SIZE
 from .source import Source, resolve_source
 from .tokenizer import TokenizerAssets, tokenizer_from_folder
 
-PRECISIONS = ("fp32", "int8", "int4")
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 DEFAULT_PRECISION = "fp32"
 DEFAULT_DRAFT_PRECISION = "int4"
 SELF = "self"
-# What happens, how much of it is done, and how much there is (0 where that cannot be told).
-Report = Callable[[str, int, int], None]
-
-_BYTES_PER_WEIGHT = {"fp32": 4.0, "int8": 1.125, "int4": 0.625}
-_PROBE_TEXT = (
-    "The tides are the regular rise and fall of the sea, caused by the pull of the moon and of the sun on the turning earth. "
-    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n"
-)
-_PROBE_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class _Role:
-    """One decoder to be made."""
-
-    name: str
-    source: Source
-    precision: str
-    context_length: int
 
 
 def export_bundle(
@@ -59,19 +40,34 @@ def export_bundle(
     *,
     precision: str = DEFAULT_PRECISION,
     draft_precision: str = DEFAULT_DRAFT_PRECISION,
+    block_size: int = BLOCK_SIZE,
+    draft_block_size: int = BLOCK_SIZE,
+    draft_vocab: int | None = None,
+    draft_vocab_text: Path | None = None,
     max_length: int | None = None,
+    lowering: str = "gqa",
+    exporter: str = "auto",
+    emit_genai_config: bool = False,
     overwrite: bool = False,
     report: Report = lambda _title, _done, _total: None,
 ) -> Bundle:
     """Exports a target and a draft into one bundle folder.
 
     Args:
-        target: A `.gguf` file, a Hugging Face folder, or a hub name.
+        target: A `.gguf` file, a Hugging Face folder, a hub name, or an ONNX graph that is taken as it is (see
+            export.existing_graph).
         draft: Likewise, or "self" for the target's own weights in `draft_precision`, or None for lookup drafting only.
         out: The bundle's folder; must not exist unless `overwrite`.
-        precision: Of the target's weights: "fp32", "int8" or "int4".
+        precision: Of the target's weights: "fp32", "fp16", "int8" or "int4".
         draft_precision: Of the draft's weights.
+        block_size: The most quantised weights of the target that share a scale: 32, 64 or 128.
+        draft_block_size: Likewise of the draft.
+        draft_vocab: Tokens the draft may propose, the most frequent ones; None for all it has.
+        draft_vocab_text: A UTF-8 text to count them in; None for texts that the target writes.
         max_length: The longest context to serve; None for the target's own.
+        lowering: The form of both graphs: "gqa", "static" or "primitive"; see docs/bundle.md.
+        exporter: What makes a checkpoint's graph: "mobius", "optimum", or "auto" (see choose_exporter).
+        emit_genai_config: Also write what ONNX Runtime GenAI needs to run the bundle's folder.
         overwrite: Replace a bundle that is there, once the new one is complete.
         report: Told what happens, for progress bars.
 
@@ -83,34 +79,33 @@ def export_bundle(
             not compute what the checkpoints do. No part of a bundle is left behind, and an old one stays as it was.
     """
     named, out = out, out.resolve()
-    _check_options(out, precision, draft_precision, max_length, overwrite=overwrite)
+    if max_length is not None and max_length < PROBE_TOKENS:
+        raise ExportError(f"The max length is {max_length}; at least {PROBE_TOKENS} tokens are needed.")
+    _check_out(out, overwrite=overwrite)
+    counted = read_counted_text(draft, draft_vocab, draft_vocab_text)
     report("reading the sources", 0, 0)
     source = resolve_source(target)
     assets = _tokenizer_of(source)
     context_length = min(max_length or source.context_length, source.context_length)
-    roles = [_Role("target", source, precision, context_length)]
-    if draft == SELF:
-        if draft_precision == precision:
-            raise ExportError(
-                f"--draft self in {draft_precision} would be the target itself: pass a lower --draft-precision, or no draft."
-            )
-        roles.append(_Role("draft", source, draft_precision, context_length))
-    elif draft is not None:
-        other = resolve_source(draft)
-        check_pair(source, assets, other, _tokenizer_of(other))
-        roles.append(_Role("draft", other, draft_precision, min(context_length, other.context_length)))
-    for role in roles:
-        role.source.require_rewindable_cache(role.context_length)
-        if role.context_length < _PROBE_TOKENS:
-            raise ExportError(
-                f"{role.source.name} would serve {role.context_length} tokens; at least {_PROBE_TOKENS} are needed, "
-                "which the exported graph is checked on."
-            )
+    roles = [Role("target", source, precision, context_length, block_size, exporter_of(source, exporter), lowering)]
+    draft_tokens = None
+    if draft is not None:
+        other = source if draft == SELF else resolve_source(draft)
+        length = min(context_length, other.context_length)
+        roles.append(Role("draft", other, draft_precision, length, draft_block_size, exporter_of(other, exporter), lowering))
+        theirs = assets if draft == SELF else _tokenizer_of(other)
+        shared = compare_vocabularies(source, assets, other, theirs, PROBE_TEXT)
+        if shared is not None:
+            report(f"the draft has a vocabulary of its own: it can propose {shared.description}", 0, 0)
+        draft_tokens = DraftTokens(theirs, shared, draft_vocab, counted)
+    _check_roles(roles, cuts_head=draft_vocab is not None)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _check_disk(out, roles)
         with _staged(out) as staging:
-            bundle = _write(staging, assets, roles, report)
+            bundle = _write(staging, assets, draft_tokens, roles, report)
+            if emit_genai_config:
+                write_genai_files(bundle)
     except OSError as error:
         raise ExportError(f"The bundle could not be written to {out}: {error.strerror or error}.") from error
     return replace(bundle, folder=named)
@@ -140,12 +135,7 @@ def _staged(out: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check_options(out: Path, precision: str, draft_precision: str, max_length: int | None, *, overwrite: bool) -> None:
-    for name, value in (("precision", precision), ("draft precision", draft_precision)):
-        if value not in PRECISIONS:
-            raise ExportError(f"The {name} '{value}' is unknown; there are {', '.join(PRECISIONS)}.")
-    if max_length is not None and max_length < _PROBE_TOKENS:
-        raise ExportError(f"The max length is {max_length}; at least {_PROBE_TOKENS} tokens are needed.")
+def _check_out(out: Path, *, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise ExportError(f"{out} exists already: choose another --out, or pass --overwrite to replace it.")
     is_bundle = (out / "bundle.json").is_file()
@@ -153,12 +143,38 @@ def _check_options(out: Path, precision: str, draft_precision: str, max_length: 
         raise ExportError(f"{out} exists and is no bundle: it is not replaced even with --overwrite.")
 
 
+def _check_roles(roles: list[Role], *, cuts_head: bool) -> None:
+    for role in roles:
+        role.source.require_rewindable_cache(role.context_length)
+        if role.context_length < PROBE_TOKENS:
+            raise ExportError(
+                f"{role.source.name} would serve {role.context_length} tokens; at least {PROBE_TOKENS} are needed, "
+                "which the exported graph is checked on."
+            )
+    if len(roles) == 1:
+        return
+    target, draft = roles
+    if draft.source.kind == "graph" and cuts_head:
+        raise ExportError(f"--draft-vocab needs a checkpoint, and {draft.source.name} is a graph that is taken as it is.")
+    if draft.source is not target.source:
+        return
+    if draft.source.kind == "graph":
+        raise ExportError(f"--draft self needs a checkpoint, and {draft.source.name} is a graph that is taken as it is.")
+    rounded_further = draft.precision != target.precision or (draft.precision in BITS and draft.block_size > target.block_size)
+    if not rounded_further and not cuts_head:
+        raise ExportError(
+            f"--draft self in {draft.precision} would be the target itself: pass a lower --draft-precision, or no draft."
+        )
+
+
 def _tokenizer_of(source: Source) -> TokenizerAssets:
+    if source.kind == "graph":
+        return graph_tokenizer(source.path)
     return tokenizer_from_gguf(source.path) if source.kind == "gguf" else tokenizer_from_folder(source.path)
 
 
-def _check_disk(out: Path, roles: list[_Role]) -> None:
-    needed = sum(role.source.num_parameters * _BYTES_PER_WEIGHT[role.precision] for role in roles) * 1.05
+def _check_disk(out: Path, roles: list[Role]) -> None:
+    needed = sum(role.source.num_parameters * BYTES_PER_WEIGHT[role.precision] for role in roles) * 1.05
     free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise ExportError(
@@ -167,25 +183,45 @@ def _check_disk(out: Path, roles: list[_Role]) -> None:
         )
 
 
-def _write(folder: Path, assets: TokenizerAssets, roles: list[_Role], report: Report) -> Bundle:
+def _write(
+    folder: Path, assets: TokenizerAssets, draft_tokens: DraftTokens | None, roles: list[Role], report: Report
+) -> Bundle:
     tokenizer = _write_tokenizer(folder, assets)
-    probe = _probe_tokens(assets)
-    specs: dict[str, DecoderSpec] = {}
-    for _source, group in itertools.groupby(roles, key=lambda role: role.source):
-        specs |= _export_decoders(list(group), folder, probe, report)
-    width = specs["target"].vocab_size
+    probes = {"target": probe_tokens(assets)}
+    specs = {"target": write_decoder(roles[0], folder, report)}
+    _check_tokenizer_fits(assets, specs["target"].vocab_size)
+    heads: dict[str, NDArray[np.int32]] = {}
+    vocabulary = None
+    if draft_tokens is not None:
+        probes["draft"] = probe_tokens(draft_tokens.assets)
+        head = draft_tokens.choose_head(specs["target"], tokenizer, folder, report)
+        specs["draft"] = write_decoder(roles[1], folder, report, head_tokens=head)
+        if head is not None:
+            heads["draft"] = head
+        vocabulary = draft_tokens.vocabulary(specs["target"].vocab_size, specs["draft"].vocab_size, head)
+    specs = check_decoders(roles, specs, folder, probes, heads, report)
+    draft_vocabulary = None
+    if vocabulary is not None:
+        vocabulary.save(folder / DRAFT_VOCABULARY)
+        draft_vocabulary = FileRecord.of(folder, DRAFT_VOCABULARY)
+    bundle = Bundle(folder, tokenizer, specs["target"], specs.get("draft"), _producer(), draft_vocabulary)
+    save_bundle(bundle)
+    return bundle
+
+
+def _check_tokenizer_fits(assets: TokenizerAssets, width: int) -> None:
     if max(len(assets.tokens) - 1, *assets.eos_token_ids, 0) >= width:
         raise ExportError(
             f"The tokenizer has {len(assets.tokens)} tokens and ends a text with {list(assets.eos_token_ids)}, and the target "
             f"knows {width} tokens: the tokenizer does not belong to the model."
         )
+
+
+def _producer() -> str:
     try:
-        producer = f"specrt {version('specrt')}"
+        return f"specrt {version('specrt')}"
     except PackageNotFoundError:
-        producer = "specrt (source tree)"
-    bundle = Bundle(folder, tokenizer, specs["target"], specs.get("draft"), producer)
-    save_bundle(bundle)
-    return bundle
+        return "specrt (source tree)"
 
 
 def _write_tokenizer(folder: Path, assets: TokenizerAssets) -> TokenizerSpec:
@@ -202,63 +238,3 @@ def _write_tokenizer(folder: Path, assets: TokenizerAssets) -> TokenizerSpec:
         assets.eos_token_ids,
         len(assets.tokens),
     )
-
-
-def _probe_tokens(assets: TokenizerAssets) -> list[int]:
-    """Ids of an ordinary text, to hold models against each other on."""
-    ids: list[int] = Tokenizer.from_str(assets.tokenizer_json).encode(_PROBE_TEXT, add_special_tokens=False).ids
-    return (ids * (_PROBE_TOKENS // len(ids) + 1))[:_PROBE_TOKENS]
-
-
-def _export_decoders(roles: list[_Role], folder: Path, probe: list[int], report: Report) -> dict[str, DecoderSpec]:
-    """Makes and checks the decoders that come from one source."""
-    source = roles[0].source
-    specs = [_write_decoder(role, folder, report) for role in roles]
-    gc.collect()
-    report(f"comparing with {source.name} in torch", 0, 0)
-    parities = check_parity(source, specs, folder, probe)
-    exported = {}
-    for role, spec, parity in zip(roles, specs, parities, strict=True):
-        report(f"{role.name}: measuring row equality", 0, 0)
-        min_rows = measure_min_rows(OrtBackend().load(spec, folder), probe)
-        if min_rows is None:
-            raise ExportError(
-                f"On this machine the graph of {source.name} gives other bits for a row when the text is cut into other "
-                "passes, at any number of rows up to 16: its greedy text could depend on speculation."
-            )
-        exported[role.name] = replace(spec, min_rows=min_rows, parity=parity)
-    return exported
-
-
-def _write_decoder(role: _Role, folder: Path, report: Report) -> DecoderSpec:
-    label = f"{role.name} ({role.precision})"
-    report(f"{label}: building the graph from {role.source.name}", 0, 0)
-    model = build_base_graph(role.source)
-    geometry = lower_to_group_query_attention(model, role.context_length)
-    vocab_size = int(model.graph.outputs[0].shape[2])
-    if role.precision != "fp32":
-        quantize_graph(model, role.precision, lambda done, total: report(f"{label}: quantising the weights", done, total))
-    graph = _save_graph(model, folder, role.name, lambda done, total: report(f"{label}: writing the weights", done, total))
-    return DecoderSpec(
-        source=role.source.name,
-        architecture=role.source.architecture,
-        graph=graph,
-        lowering="gqa",
-        precision=role.precision,
-        num_layers=geometry.num_layers,
-        num_key_value_heads=geometry.num_key_value_heads,
-        head_size=geometry.head_size,
-        vocab_size=vocab_size,
-        context_length=role.context_length,
-        cache_dtype="float32",
-        spare_slots=SPARE_ROWS,
-        min_rows=1,
-    )
-
-
-def _save_graph(model: ir.Model, folder: Path, name: str, on_tensor: Callable[[int, int], None]) -> tuple[FileRecord, ...]:
-    (folder / name).mkdir()
-    path, data = folder / name / "model.onnx", "model.onnx.data"
-    ir.save(model, path, external_data=data, callback=lambda _tensor, state: on_tensor(state.index + 1, state.total))
-    written = [path.name, data] if path.with_name(data).exists() else [path.name]
-    return tuple(FileRecord.of(folder, f"{name}/{file}") for file in written)

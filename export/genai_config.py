@@ -5,18 +5,18 @@ onnxruntime-genai 0.18, which is not needed here. It knows the manifest only; it
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
 from runtime.contract import Bundle, DecoderSpec
 
 from .errors import ExportError
+from .links import link_or_copy
 
 CONFIG = "genai_config.json"
 # The engine's own limits of a proposal.
 _DRAFT_TOKENS = range(1, 17)
+_NUM_DRAFT_TOKENS = 4
 
 
 def genai_config(
@@ -59,6 +59,18 @@ def genai_config(
     return json.dumps(config, indent=2) + "\n"
 
 
+def write_genai_files(bundle: Bundle) -> None:
+    """Makes a bundle's own folder one that ONNX Runtime GenAI loads, drafting with the draft where one shares the vocabulary.
+
+    Raises:
+        ExportError: As in genai_config.
+    """
+    can_draft = bundle.draft is not None and bundle.draft_vocabulary is None
+    config = genai_config(bundle, num_draft_tokens=_NUM_DRAFT_TOKENS if can_draft else 0)
+    (bundle.folder / "tokenizer_config.json").write_text(_tokenizer_config(bundle), encoding="utf-8")
+    (bundle.folder / CONFIG).write_text(config, encoding="utf-8")
+
+
 def write_genai_folder(
     bundle: Bundle,
     folder: Path,
@@ -93,8 +105,8 @@ def write_genai_folder(
         folder.mkdir(parents=True, exist_ok=True)
         for name in roles:
             for record in _decoder(bundle, name).graph:
-                _link(bundle.folder / record.path, folder / record.path)
-        _link(bundle.folder / bundle.tokenizer.file.path, folder / "tokenizer.json")
+                link_or_copy(bundle.folder / record.path, folder / record.path)
+        link_or_copy(bundle.folder / bundle.tokenizer.file.path, folder / "tokenizer.json")
         (folder / "tokenizer_config.json").write_text(_tokenizer_config(bundle), encoding="utf-8")
         # Last, so that a folder with a config is complete.
         (folder / CONFIG).write_text(config, encoding="utf-8")
@@ -109,8 +121,18 @@ def _decoder(bundle: Bundle, role: str) -> DecoderSpec:
     decoder = bundle.target if role == "target" else bundle.draft
     if decoder is None:
         raise ExportError(f"The bundle {bundle.folder} has no draft model: export it with --draft.")
+    if role == "draft" and bundle.draft_vocabulary is not None:
+        raise ExportError(
+            f"The draft in {bundle.folder} has a vocabulary of its own, which ONNX Runtime GenAI cannot translate: pass "
+            "num_draft_tokens=0."
+        )
     if decoder.lowering != "gqa":
         raise ExportError(f"The {role} in {bundle.folder} has the lowering '{decoder.lowering}'; 'gqa' is expected.")
+    if decoder.most_padding:
+        raise ExportError(
+            f"The {role} in {bundle.folder} is exact where {decoder.padding}, and ONNX Runtime GenAI feeds what there is: its "
+            "text would depend on speculation. Export with blocks of 32 weights (--block-size, --draft-block-size)."
+        )
     return decoder
 
 
@@ -171,12 +193,3 @@ def _tokenizer_config(bundle: Bundle) -> str:
     if tokenizer.chat_template is not None:
         config["chat_template"] = (bundle.folder / tokenizer.chat_template.path).read_text(encoding="utf-8")
     return json.dumps({key: value for key, value in config.items() if value is not None}, indent=2) + "\n"
-
-
-def _link(source: Path, goal: Path) -> None:
-    """A symbolic link will not do: ONNX Runtime refuses weights behind one that leaves the folder."""
-    goal.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), goal)
-    except OSError:  # another disk, or a file system without hard links
-        shutil.copyfile(source, goal)

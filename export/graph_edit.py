@@ -1,9 +1,11 @@
-"""Two edits of a graph that the lowering and the quantisation both make."""
+"""Edits of a graph that the lowerings and the quantisations have in common."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+CONTRIB = "com.microsoft"
 
 
 def add_initializer(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:

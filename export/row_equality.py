@@ -1,32 +1,62 @@
-"""Measures from how many rows on a decoder gives the same bits for a row, however the text is cut into passes."""
+"""Measures which passes give the same bits for a row, however the text is cut into them.
 
+Some kernels compute a lone row on another path, and some the odd row that is left of rows taken by twos (ONNX Runtime's 4-bit
+product on x86 with blocks of 64 weights or more). Padding rows that stand behind the text's own then keep all bits alike.
+"""
+
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.backend import Model
+from runtime.backend import Context, Model
 from runtime.decoder import Decoder
 
-_CANDIDATES = (1, 2, 4, 8, 16)
+
+class PassShape(NamedTuple):
+    """What a pass's rows must be: at least so many, and a multiple of so many."""
+
+    min_rows: int
+    row_multiple: int = 1
 
 
-def measure_min_rows(model: Model, token_ids: Sequence[int]) -> int | None:
-    """Compares all logits of a text, computed in one pass, with those of the same text in many other cuts.
+# Cheapest first.
+_CANDIDATES = (PassShape(1), PassShape(2), PassShape(2, 2), PassShape(4), PassShape(4, 4), PassShape(8), PassShape(16))
+
+
+class PaddedModel:
+    """A model whose passes have another shape than its spec says; see runtime.backend.Model."""
+
+    def __init__(self, model: Model, shape: PassShape) -> None:
+        """Takes a loaded model."""
+        self._model = model
+        self.spec = dataclasses.replace(model.spec, min_rows=shape.min_rows, row_multiple=shape.row_multiple)
+        self.engine, self.description = model.engine, model.description
+
+    def open_context(self, capacity: int, max_rows: int) -> Context:
+        """See Model.open_context."""
+        return self._model.open_context(capacity, max_rows)
+
+
+def measure_row_equality(model: Model, token_ids: Sequence[int]) -> PassShape | None:
+    """Compares all logits of a text, computed in one pass, with those of the same text in many other cuts, padded.
 
     Args:
-        model: The loaded decoder; its spec's own min_rows must be 1, so that nothing is padded.
-        token_ids: At least 48 tokens of an ordinary text.
+        model: The loaded decoder.
+        token_ids: At least 48 tokens of an ordinary text, a multiple of 16.
 
     Returns:
-        The smallest of 1, 2, 4, 8, 16 from which on every cut gives bit-equal rows; None when there is none.
+        The cheapest shape with which every cut gives bit-equal rows; None when none of those tried does.
     """
     tokens = list(token_ids)
     whole = _logits(model, tokens, [len(tokens)])
-    for rows in _CANDIDATES:
-        cuts = [_even(len(tokens), rows), _even(len(tokens), rows + 1), _even(len(tokens), 2 * rows + 3), _mixed(tokens, rows)]
-        if all(np.array_equal(_logits(model, tokens, cut), whole) for cut in cuts):
-            return rows
+    cuts = [_even(len(tokens), 1), _even(len(tokens), 2), _even(len(tokens), 5), _mixed(len(tokens))]
+    for shape in _CANDIDATES:
+        padded = PaddedModel(model, shape)
+        if all(np.array_equal(_logits(padded, tokens, cut), whole) for cut in cuts):
+            return shape
     return None
 
 
@@ -40,17 +70,15 @@ def _logits(model: Model, tokens: list[int], cut: list[int]) -> NDArray[np.float
 
 
 def _even(length: int, rows: int) -> list[int]:
-    """Passes of `rows`, the last one longer where they do not fit, never shorter."""
-    count = length // rows
-    return [*[rows] * (count - 1), length - rows * (count - 1)]
+    """Passes of `rows`, the last one with what is left."""
+    return [rows] * (length // rows) + ([length % rows] if length % rows else [])
 
 
-def _mixed(tokens: list[int], rows: int) -> list[int]:
+def _mixed(length: int) -> list[int]:
     """A prefill and then blocks of changing size, as rounds with refusals make them."""
-    cut = [len(tokens) // 2]
+    cut = [length // 2]
     size = 0
-    while (left := len(tokens) - sum(cut)) > 0:
-        wanted = rows + size % 5
-        cut.append(wanted if left - wanted >= rows else left)
-        size += 3
+    while (left := length - sum(cut)) > 0:
+        cut.append(min(left, 1 + size % 9))
+        size += 4
     return cut

@@ -1,4 +1,4 @@
-"""Where a model comes from: a GGUF file, a Hugging Face folder, or a name on the hub; and what can be told before work.
+"""Where a model comes from: GGUF file, Hugging Face folder, hub name, ONNX graph; and what can be told before work.
 
 Everything here reads headers and configuration only. What cannot be exported is refused here, in one sentence.
 """
@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,16 +27,16 @@ class Source:
 
     Attributes:
         name: As the user named it, or the model's own name in a GGUF file.
-        kind: "gguf" or "folder".
-        path: The GGUF file, or the Hugging Face folder.
+        kind: "gguf", "folder", or "graph" for an ONNX file that is taken as it is.
+        path: The GGUF file, the Hugging Face folder, or the ONNX file.
         architecture: The model type, "llama" for example.
         context_length: Tokens the model was made for; a sliding window does not count as context.
         window: The sliding window's tokens, or None.
-        num_parameters: Weights, tied ones once.
+        num_parameters: Weights, tied ones once; 0 for a graph, whose files are linked.
     """
 
     name: str
-    kind: Literal["gguf", "folder"]
+    kind: Literal["gguf", "folder", "graph"]
     path: Path
     architecture: str
     context_length: int
@@ -68,17 +68,22 @@ def resolve_source(name: str) -> Source:
     """Finds a model by file, folder or hub name; downloads it in the last case.
 
     Args:
-        name: A path to a `.gguf` file, a path to a Hugging Face folder, or "owner/name" on the hub.
+        name: A path to a `.gguf` file, a path to a Hugging Face folder, "owner/name" on the hub, or a path to an ONNX graph
+            or to a folder that holds one instead of weights.
 
     Raises:
         ExportError: Nothing there, or what is there is no model.
     """
+    from .existing_graph import find_graph, graph_source
+
     path = Path(name).expanduser()
+    if (graph := find_graph(path)) is not None:
+        return graph_source(name, graph)
     if path.is_dir():
         return _folder_source(name, path)
     if path.is_file():
         return _gguf_source(path)
-    if path.suffix == ".gguf" or not _HUB_NAME.fullmatch(name):
+    if path.suffix in (".gguf", ".onnx") or not _HUB_NAME.fullmatch(name):
         raise ExportError(f"There is no file or folder {path}, and '{name}' is no hub name of the form owner/name.")
     return _folder_source(name, _download(name))
 
@@ -98,7 +103,16 @@ def _download(name: str) -> Path:
 
 
 def _folder_source(name: str, folder: Path) -> Source:
-    config = _read_json(folder / "config.json", name)
+    return replace(config_source(name, folder), num_parameters=_count_safetensors(folder, name))
+
+
+def config_source(name: str, folder: Path) -> Source:
+    """Returns what the config.json of a model's folder says; its weights are not looked at, and counted as none.
+
+    Raises:
+        ExportError: No config.json there, or it names no model type or no context length.
+    """
+    config = read_json(folder / "config.json", name)
     architecture = config.get("model_type")
     if not isinstance(architecture, str):
         raise ExportError(f"{folder / 'config.json'} names no model_type: {name} is not a Hugging Face model folder.")
@@ -109,7 +123,7 @@ def _folder_source(name: str, folder: Path) -> Source:
     if not isinstance(context_length, int) or context_length < 1:
         raise ExportError(f"{folder / 'config.json'} names no context length (max_position_embeddings).")
     context_length = min(context_length, _longrope_start(text) or context_length)
-    return Source(name, "folder", folder, architecture, context_length, _window(text), _count_safetensors(folder, name))
+    return Source(name, "folder", folder, architecture, context_length, _window(text), 0)
 
 
 def _longrope_start(config: Mapping[str, Any]) -> int | None:
@@ -136,7 +150,7 @@ def _count_safetensors(folder: Path, name: str) -> int:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index, name).get("weight_map")
+        weight_map = read_json(index, name).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ExportError(f"{index} has no weight_map of tensor names to files: download it again.")
         wanted = sorted(set(weight_map.values()))
@@ -181,7 +195,12 @@ def _gguf_source(path: Path) -> Source:
     return Source(path.name, "gguf", path, architecture, context_length, number("attention.sliding_window"), parameters)
 
 
-def _read_json(path: Path, name: str) -> dict[str, Any]:
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Returns the object in a model's JSON file.
+
+    Raises:
+        ExportError: No such file, or what it holds is no JSON object.
+    """
     if not path.is_file():
         raise ExportError(f"{name} holds no {path.name}: it is not a Hugging Face model folder.")
     try:

@@ -81,8 +81,8 @@ def open_backend(device: str, *, threads: int | None, shared_thread_pool: bool) 
     """Returns the backend of a device.
 
     Args:
-        device: "cpu", or a name (before any ":") that an installed package registers in the entry-point group
-            `runtime.backends`.
+        device: "cpu"; "cuda" or "cuda:1" for ONNX Runtime on an NVIDIA GPU; or a name (before any ":") that an installed
+            package registers in the entry-point group `runtime.backends`.
         threads: Threads for a pass on the CPU; None for all the cores this process may use.
         shared_thread_pool: Whether all decoders use one thread pool of the whole process (see OrtBackend).
 
@@ -93,12 +93,28 @@ def open_backend(device: str, *, threads: int | None, shared_thread_pool: bool) 
         raise DeviceError(f"The device is {device!r:.80}; a name such as 'cpu' is expected.")
     kind = device.partition(":")[0]
     if device == "cpu":
-        from .ort_backend import OrtBackend
+        from .ort.backend import OrtBackend
 
         return OrtBackend(threads=threads, shared_thread_pool=shared_thread_pool)
+    if kind == "cuda":
+        from .ort.cuda_backend import OrtCudaBackend
+
+        return OrtCudaBackend(device_number(device), threads=threads, shared_thread_pool=shared_thread_pool)
     registered = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if kind in registered:
         backend: Backend = registered[kind].load()(device)
         return backend
-    names = ", ".join(["cpu", *sorted(registered)])
+    names = ", ".join(["cpu", "cuda", *sorted(registered)])
     raise DeviceError(f"The device '{device}' is not available: this installation offers {names}.")
+
+
+def device_number(device: str) -> int:
+    """Returns the number behind a device's name, 0 where there is none.
+
+    Raises:
+        DeviceError: What stands there is no number.
+    """
+    kind, colon, number = device.partition(":")
+    if colon and not (number.isascii() and number.isdecimal()):
+        raise DeviceError(f"The device is '{device}'; '{kind}' or, for the second GPU, '{kind}:1' is expected.")
+    return int(number or 0)

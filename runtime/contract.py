@@ -59,22 +59,36 @@ class GraphNames:
 
     Attributes:
         input_ids: int64 [1, rows], the tokens of this pass.
-        attention_mask: int64 [1, past + rows], all ones.
+        attention_mask: int64 [1, past + rows], all ones; None where the graph has past_length instead.
         past_key: cache dtype [1, key_value_heads, capacity, head_size]; the same buffer is bound as present_key.
         past_value: As past_key.
         logits: float32 [1, rows, vocab_size], one row for each token of the pass.
         present_key: The past_key buffer with the pass's keys written behind the cached ones.
         present_value: As present_key.
+        position_ids: int64 [1, rows], the places of the pass's tokens in the text; None where the graph has no such input.
+        use_cache_branch: bool [1], whether anything is cached; likewise.
+        num_logits_to_keep: int64 [], how many rows of logits to compute, the last ones; likewise.
+        past_length: int64 [1], the number of cached tokens, so the slot of the pass's first row; likewise.
     """
 
     input_ids: str = "input_ids"
-    attention_mask: str = "attention_mask"
+    attention_mask: str | None = "attention_mask"
     past_key: str = "past_key_values.{layer}.key"
     past_value: str = "past_key_values.{layer}.value"
     logits: str = "logits"
     present_key: str = "present.{layer}.key"
     present_value: str = "present.{layer}.value"
+    position_ids: str | None = None
+    use_cache_branch: str | None = None
+    num_logits_to_keep: str | None = None
+    past_length: str | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def inputs(self, num_layers: int) -> set[str]:
+        """Returns the names of all inputs the graph has."""
+        pasts = (past for past, _ in self.cache_pairs(num_layers))
+        optional = (self.attention_mask, self.position_ids, self.use_cache_branch, self.num_logits_to_keep, self.past_length)
+        return {self.input_ids, *pasts, *(name for name in optional if name is not None)}
 
     def cache_pairs(self, num_layers: int) -> Iterator[tuple[str, str]]:
         """Yields (past name, present name) of every cache buffer, layer by layer, key before value."""
@@ -92,8 +106,8 @@ class DecoderSpec:
         source: The checkpoint it was exported from, as the user named it.
         architecture: The model type, for people; the runtime does not read it.
         graph: The ONNX file and its external data; the first is the graph.
-        lowering: The form of the graph; "gqa" is GroupQueryAttention on one buffer bound as past and present.
-        precision: Of the weights: "fp32", "int8" or "int4".
+        lowering: The form of the graph; docs/bundle.md says what each is made of.
+        precision: Of the weights: "fp32", "fp16", "int8" or "int4".
         num_layers: Layers with a key/value cache.
         num_key_value_heads: Heads in a cache.
         head_size: Width of a head.
@@ -101,8 +115,12 @@ class DecoderSpec:
         context_length: The most tokens the cache may hold.
         cache_dtype: numpy name of the caches' element type.
         spare_slots: Cache slots behind the length that a pass may overwrite.
-        min_rows: From how many rows on a pass gives the same bits for a row, however the text is cut into passes.
-        row_selection: Whether an input chooses the rows whose logits are computed.
+        min_rows: A pass of so many rows or more, and of a multiple of row_multiple, gives the same bits for a row however the
+            text is cut into passes; shorter ones are padded.
+        row_multiple: See min_rows.
+        block_size: The most quantised weights that share a scale; None where weights are not quantised, or it is not known.
+        cache_capacity: Slots of a cache where the graph fixes them, at least what a full context needs; None where the caller
+            chooses.
         names: Input and output names.
         parity: Figures of the exporter's check against the checkpoint, by step.
     """
@@ -120,16 +138,35 @@ class DecoderSpec:
     cache_dtype: str
     spare_slots: int
     min_rows: int
-    row_selection: bool = False
+    row_multiple: int = 1
+    block_size: int | None = None
+    cache_capacity: int | None = None
     names: GraphNames = field(default_factory=GraphNames)
     parity: Mapping[str, Any] = field(default_factory=dict)
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    def rows_of_pass(self, num_tokens: int) -> int:
+        """Returns how many rows a pass has that feeds so many tokens, padding rows included."""
+        return -(-max(num_tokens, self.min_rows) // self.row_multiple) * self.row_multiple
+
+    @property
+    def padding(self) -> str:
+        """How passes are padded, for people."""
+        if self.row_multiple > 1:
+            return f"passes are padded to multiples of {self.row_multiple} rows"
+        return f"passes are padded to {self.min_rows} rows" if self.min_rows > 1 else "passes need no padding"
+
+    @property
+    def most_padding(self) -> int:
+        """The most padding rows a pass can have."""
+        return self.rows_of_pass(1) - 1
+
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of key and value cache one token takes, all layers together."""
+        """Bytes of key and value cache one token takes, all layers together; a growing graph's past and present take turns."""
         itemsize = {"float32": 4, "float16": 2}[self.cache_dtype]
-        return 2 * self.num_layers * self.num_key_value_heads * self.head_size * itemsize
+        buffers = 2 if self.lowering == "growing" else 1
+        return buffers * 2 * self.num_layers * self.num_key_value_heads * self.head_size * itemsize
 
 
 @dataclass(frozen=True)
@@ -160,10 +197,12 @@ class Bundle:
 
     Attributes:
         folder: Where the files are.
-        tokenizer: The tokenizer of both models.
+        tokenizer: The target's tokenizer; also the draft's, unless there is a draft vocabulary.
         target: The model whose text is generated.
         draft: The model that proposes, or None for lookup drafting only.
         producer: What made the bundle: "specrt" and its version.
+        draft_vocabulary: What the draft's logits stand for, and how it reads the target's tokens (runtime/draft_vocabulary.py);
+            None where both models have the same ids.
     """
 
     folder: Path
@@ -171,6 +210,7 @@ class Bundle:
     target: DecoderSpec
     draft: DecoderSpec | None
     producer: str
+    draft_vocabulary: FileRecord | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def files(self) -> Iterator[FileRecord]:
@@ -181,6 +221,8 @@ class Bundle:
         yield from self.target.graph
         if self.draft is not None:
             yield from self.draft.graph
+        if self.draft_vocabulary is not None:
+            yield self.draft_vocabulary
 
 
 def _sha256(file: Path) -> str:

@@ -22,8 +22,14 @@ _LOGITS_BYTES = 32 << 20
 
 def context_size(spec: DecoderSpec, max_length: int, num_rows: int) -> tuple[int, int]:
     """Returns the cache slots and the rows of logits that a Decoder of these arguments allocates."""
-    rows = max(num_rows, spec.min_rows, min(_MAX_ROWS, _LOGITS_BYTES // (4 * spec.vocab_size), max_length))
-    return max_length + spec.min_rows - 1 + spec.spare_slots, rows
+    tokens = max(num_rows, min(_MAX_ROWS, _LOGITS_BYTES // (4 * spec.vocab_size), max_length))
+    return spec.cache_capacity or max_length + spec.most_padding + spec.spare_slots, spec.rows_of_pass(tokens)
+
+
+def length_in_common(cached: Sequence[int], tokens: Sequence[int]) -> int:
+    """Returns how many tokens two texts have in common from their beginnings on."""
+    pairs = enumerate(zip(cached, tokens, strict=False))
+    return next((length for length, (one, other) in pairs if one != other), min(len(cached), len(tokens)))
 
 
 class Cancelled(Exception):  # noqa: N818 - a signal, not an error
@@ -67,6 +73,10 @@ class Decoder:
     def room(self) -> int:
         """Returns how many more tokens the cache can take."""
         return self._max_length - len(self.tokens)
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """Tells whether at least one token can be fed: there is room for all, and the model has them."""
+        return len(token_ids) <= self.room() and max(token_ids) < self.spec.vocab_size
 
     def forward(self, token_ids: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         """Feeds tokens behind the cached ones and caches them.
@@ -112,9 +122,7 @@ class Decoder:
             prompt: At least one token. The last one is never kept: feeding it gives the text's first row.
             cancel: Checked before every pass from here on.
         """
-        pairs = zip(self.tokens, prompt[:-1], strict=False)
-        differing = (length for length, (cached, token) in enumerate(pairs) if cached != token)
-        self.rewind_to(next(differing, len(prompt) - 1))
+        self.rewind_to(length_in_common(self.tokens, prompt[:-1]))
         self.passes, self.seconds = 0, 0.0
         self.cancel = cancel
 
@@ -128,9 +136,11 @@ class Decoder:
     def _run(self, tokens: NDArray[np.int64], num_rows: int) -> NDArray[np.float32]:
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled
-        padding = max(0, self.spec.min_rows - len(tokens))
+        padding = self.spec.rows_of_pass(len(tokens)) - len(tokens)
         started = time.perf_counter()
-        # Padding rows stand behind the real ones, which cannot see them; their cache slots are written over next time.
+        # Padding rows stand behind the real ones, which cannot see them; their cache slots are written over next time. They are
+        # asked for even where no row is wanted: a backend may compute such rows apart, and this keeps them the same ones
+        # whatever is proposed behind a prompt.
         padded = np.pad(tokens, (0, padding), mode="edge") if padding else tokens
         logits = self._context.run(padded, len(self.tokens), num_rows + padding)[:num_rows]
         self.seconds += time.perf_counter() - started

@@ -32,3 +32,8 @@ class SamplingError(SpecError, ValueError):
         """Keeps the row."""
         super().__init__(sentence)
         self.row = row
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of what another library raised, short enough for a sentence."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 from .backend import Model, open_backend
 from .chat import Chat
 from .checks import checked_max_length
+from .contract import Bundle, DecoderSpec
+from .device_memory import check_pair_fits
 from .draft_policy import MAX_SLOWDOWN
+from .draft_vocabulary import DraftVocabulary
 from .drafters.adaptive import MODEL_PRIOR
 from .errors import BundleError, PromptError
 from .generation import GenerationResult, Piece
 from .manifest import load_bundle
-from .memory import check_fits, describe_memory, free_memory, promised_length
+from .memory import describe_memory, free_memory, promised_length
 from .pair import DecoderPair
 from .plan import PLAN, Plan, machine_of
 from .sampling_params import SamplingParams
@@ -42,13 +45,14 @@ class Generator:
         num_draft_tokens: int | None = None,
         plan: Plan | None = None,
         max_slowdown: float = MAX_SLOWDOWN,
+        draft_vocabulary: DraftVocabulary | None = None,
     ) -> None:
         """Puts loaded parts together; `from_bundle` is the usual way.
 
         Args:
             target: The model whose text is generated.
             draft: The model that proposes, or None.
-            tokenizer: Of both models.
+            tokenizer: Of the target, and of the draft unless it has a vocabulary of its own.
             eos_token_ids: Ids that end a text.
             drafter: "auto" proposes whatever pays on this machine, by measured costs; "hybrid" looks up, and lets the draft
                 model fill in; "model"; "lookup"; "off" proposes nothing. None takes the model where there is one, lookup
@@ -57,8 +61,10 @@ class Generator:
             plan: What was measured of the pair on this machine before; None to measure costs when "auto" first needs them.
             max_slowdown: By which fraction any 64 tokens may take longer than without speculation, 0 to 1, where "auto"
                 proposes. More lets a good draft propose more.
+            draft_vocabulary: The draft's, where its logits do not stand for the target's tokens column by column.
 
         Raises:
+            BundleError: The draft's vocabulary is that of another pair.
             ValueError: An unknown drafter, a drafter that needs a draft model where there is none, or a number of tokens
                 out of range.
         """
@@ -74,6 +80,7 @@ class Generator:
             known_costs=None if plan is None else plan.costs,
             model_prior=MODEL_PRIOR if plan is None or plan.model_prior is None else plan.model_prior,
             max_slowdown=max_slowdown,
+            draft_vocabulary=draft_vocabulary,
         )
         self._free_memory = free_memory()
 
@@ -88,8 +95,13 @@ class Generator:
         return self._pair.draft
 
     @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """The draft's, if it has one of its own."""
+        return self._pair.draft_vocabulary
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        """Of both models."""
+        """The target's, and the draft's unless that has a vocabulary of its own."""
         return self._pair.tokenizer
 
     @property
@@ -142,9 +154,10 @@ class Generator:
         """
         bundle = load_bundle(folder, hash_contents=verify_files)
         draft_spec = None if drafter in ("lookup", "off") else bundle.draft
+        vocabulary = None if draft_spec is None else _draft_vocabulary(bundle, draft_spec)
         max_length = promised_length(max_length, bundle.target.context_length)
         if check_memory:
-            check_fits(bundle.target, draft_spec, max_length, free_memory())
+            check_pair_fits(bundle.target, draft_spec, max_length, (device, draft_device or device), vocabulary)
         tokenizer = Tokenizer.from_spec(bundle.tokenizer, bundle.folder)
         _check_tokenizer(tokenizer, bundle.tokenizer.vocab_size, bundle.target.vocab_size, bundle.folder)
         backend = open_backend(device, threads=threads, shared_thread_pool=shared_thread_pool)
@@ -163,6 +176,7 @@ class Generator:
             num_draft_tokens=num_draft_tokens,
             plan=Plan.load(bundle.folder, bundle, _machine(target, draft)),
             max_slowdown=max_slowdown,
+            draft_vocabulary=vocabulary,
         )
         if generator._pair.drafter == "auto":
             _ = generator._pair.costs  # measured here, and not in the first text
@@ -260,17 +274,25 @@ class Generator:
             if model is not None:
                 spec = model.spec
                 described[role] = f"{spec.source}, {spec.precision}, {spec.lowering} lowering; {model.description}"
-                described[f"{role} exactness"] = "every row has the same bits, however the text is cut into passes" + (
-                    f" of {spec.min_rows} rows or more" if spec.min_rows > 1 else ""
-                )
+                described[f"{role} exactness"] = f"every row has the same bits, however the text is cut; {spec.padding}"
                 described[f"{role} cache"] = f"{spec.cache_bytes_per_token / 1024:.0f} KiB a token"
         draft_spec = self.draft.spec if self.draft is not None else None
-        return described | describe_memory(self.target.spec, draft_spec, self._free_memory)
+        if self.draft_vocabulary is not None:
+            described["draft vocabulary"] = self.draft_vocabulary.description
+        return described | describe_memory(self.target.spec, draft_spec, self._free_memory, self.draft_vocabulary)
 
 
 def _machine(target: Model, draft: Model | None) -> dict[str, str]:
     engines = {role: model.engine for role, model in (("target", target), ("draft", draft)) if model is not None}
     return machine_of(engines)
+
+
+def _draft_vocabulary(bundle: Bundle, draft: DecoderSpec) -> DraftVocabulary | None:
+    if bundle.draft_vocabulary is None:
+        return None
+    vocabulary = DraftVocabulary.load(bundle.folder / bundle.draft_vocabulary.path)
+    vocabulary.check_pair(bundle.target, draft)
+    return vocabulary
 
 
 def _check_tokenizer(tokenizer: Tokenizer, recorded: int, vocab_size: int, folder: Path) -> None:

@@ -16,7 +16,11 @@ from .errors import BundleError
 
 _Record = TypeVar("_Record")
 _NESTED = (DecoderSpec, FileRecord, GraphNames, TokenizerSpec)
-_CHOICES = {"lowering": ("gqa",), "precision": ("fp32", "int8", "int4"), "cache_dtype": ("float32", "float16")}
+_CHOICES = {
+    "lowering": ("gqa", "static", "primitive", "growing"),
+    "precision": ("fp32", "fp16", "int8", "int4"),
+    "cache_dtype": ("float32", "float16"),
+}
 # Far beyond any model, and far below what would exhaust memory before it is noticed.
 _RANGES = {
     "num_layers": (1, 10_000),
@@ -25,8 +29,11 @@ _RANGES = {
     "vocab_size": (1, 100_000_000),
     "context_length": (1, 1_000_000_000),
     "min_rows": (1, 1024),
+    "row_multiple": (1, 1024),
     "spare_slots": (0, 1024),
     "size": (0, 1 << 60),
+    "cache_capacity": (1, 1_000_000_000),
+    "block_size": (1, 1_000_000),
 }
 _LAYER_NAMES = ("past_key", "past_value", "present_key", "present_value")
 
@@ -61,7 +68,8 @@ def read_manifest(folder: Path) -> Bundle:
     """Parses the manifest of a bundle; looks at no other file.
 
     Raises:
-        BundleError: No manifest, no JSON, another major version, or a field that is missing or of the wrong kind.
+        BundleError: No manifest, no JSON, another major version, a field that is missing or of the wrong kind, or a vocabulary
+            of no draft.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -75,7 +83,10 @@ def read_manifest(folder: Path) -> Bundle:
     if not isinstance(manifest, dict):
         raise BundleError(f"{path} holds a JSON {type(manifest).__name__} where an object is expected.")
     _check_version(manifest.pop("format_version", None), path)
-    return _parse(Bundle, {**manifest, "folder": folder}, str(path))
+    bundle = _parse(Bundle, {**manifest, "folder": folder}, str(path))
+    if bundle.draft is None and bundle.draft_vocabulary is not None:
+        raise BundleError(f"{path} names a draft_vocabulary and no draft: the manifest is damaged, or written by hand.")
+    return bundle
 
 
 def manifest_of(bundle: Bundle) -> dict[str, Any]:
@@ -133,7 +144,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 def _check_value(name: str, value: Any, where: str) -> None:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise BundleError(f"{where}: {name} is '{value}'; this runtime knows {', '.join(_CHOICES[name])}.")
-    if name in _RANGES:
+    if name in _RANGES and value is not None:
         low, high = _RANGES[name]
         if value < low:
             raise BundleError(f"{where}: {name} is {value}; at least {low} is expected.")

@@ -13,13 +13,15 @@ from pathlib import Path
 from .checks import checked_max_length
 from .contract import DecoderSpec
 from .decoder import context_size
+from .draft_policy import MAX_NUM_DRAFT_TOKENS
+from .draft_vocabulary import DraftVocabulary, draft_length
 from .errors import DeviceError
-from .pair import MAX_NUM_DRAFT_TOKENS
 
 DEFAULT_MAX_LENGTH = 2048
 # Resident bytes for each byte of a graph's files, once every row of the embedding has been read: the packed copy, the scales
-# that stay mapped, and an embedding that is the output's head too and so is there twice.
-_RESIDENT_SHARE = {"fp32": 1.17, "int8": 1.3, "int4": 1.3}
+# that stay mapped, and an embedding that is the output's head too and so is there twice. float16
+# weights are widened for the CPU's products.
+_RESIDENT_SHARE = {"fp32": 1.17, "fp16": 2.6, "int8": 1.3, "int4": 1.3}
 _TOKENIZER_BYTES = 900  # for each token of the table: strings, merges and their look-up
 _PROCESS_BYTES = 64 << 20  # Python, numpy, ONNX Runtime and this package
 _SESSION_BYTES = 20 << 20  # a session's graph, threads and activations
@@ -45,18 +47,22 @@ class MemoryBudget:
     overhead: int
 
     @classmethod
-    def of(cls, target: DecoderSpec, draft: DecoderSpec | None, max_length: int) -> "MemoryBudget":
+    def of(
+        cls, target: DecoderSpec, draft: DecoderSpec | None, max_length: int, draft_vocabulary: DraftVocabulary | None = None
+    ) -> "MemoryBudget":
         """Adds up what the models take.
 
         Args:
             target: The model whose text is generated.
             draft: The model that proposes, or None where none is loaded.
             max_length: Tokens of prompt and text together, at most the target's context.
+            draft_vocabulary: The draft's, where it has one of its own: it may read a text in more tokens than it has.
         """
         capacity = min(target.context_length, max_length + MAX_NUM_DRAFT_TOKENS)
         sizes = [(target, *context_size(target, capacity, MAX_NUM_DRAFT_TOKENS + 1))]
         if draft is not None:
-            sizes.append((draft, *context_size(draft, min(capacity, draft.context_length), 1)))
+            draft_capacity = min(draft_length(capacity, draft_vocabulary), draft.context_length)
+            sizes.append((draft, *context_size(draft, draft_capacity, 1)))
         return cls(
             max_length=max_length,
             weights=sum(weight_bytes(spec) for spec, _, _ in sizes),
@@ -91,7 +97,13 @@ def promised_length(max_length: int | None, context_length: int) -> int:
     return checked_max_length(max_length, context_length)
 
 
-def check_fits(target: DecoderSpec, draft: DecoderSpec | None, max_length: int, free: int | None) -> None:
+def check_fits(
+    target: DecoderSpec,
+    draft: DecoderSpec | None,
+    max_length: int,
+    free: int | None,
+    draft_vocabulary: DraftVocabulary | None = None,
+) -> None:
     """Refuses a pair that does not fit, before it is loaded.
 
     Args:
@@ -99,23 +111,26 @@ def check_fits(target: DecoderSpec, draft: DecoderSpec | None, max_length: int, 
         draft: See MemoryBudget.of.
         max_length: See MemoryBudget.of.
         free: Bytes that are free; None where that is unknown, and nothing is refused.
+        draft_vocabulary: See MemoryBudget.of.
 
     Raises:
         DeviceError: The peak is more than what is free; the sentence says which length would fit, or what else to do.
     """
-    budget = MemoryBudget.of(target, draft, max_length)
+    budget = MemoryBudget.of(target, draft, max_length, draft_vocabulary)
     if free is None or budget.peak <= free:
         return
     raise DeviceError(
         f"A text of {max_length} tokens needs {_gigabytes(budget.peak)} of memory ({_gigabytes(budget.weights)} of weights, "
         f"{_gigabytes(budget.caches)} of caches, the rest buffers) and {_gigabytes(free)} are free: "
-        f"{_advice(target, draft, max_length, free)}."
+        f"{_advice(target, draft, max_length, free, draft_vocabulary)}."
     )
 
 
-def describe_memory(target: DecoderSpec, draft: DecoderSpec | None, free: int | None) -> dict[str, str]:
+def describe_memory(
+    target: DecoderSpec, draft: DecoderSpec | None, free: int | None, draft_vocabulary: DraftVocabulary | None = None
+) -> dict[str, str]:
     """Returns what the loaded models take, for people; `free` is what was free when they were loaded, if known."""
-    budget = MemoryBudget.of(target, draft, target.context_length)
+    budget = MemoryBudget.of(target, draft, target.context_length, draft_vocabulary)
     return {
         "weights in memory": _gigabytes(budget.weights),
         "caches at the full context": f"{_gigabytes(budget.caches)} for {budget.max_length} tokens",
@@ -123,9 +138,11 @@ def describe_memory(target: DecoderSpec, draft: DecoderSpec | None, free: int | 
     }
 
 
-def _advice(target: DecoderSpec, draft: DecoderSpec | None, max_length: int, free: int) -> str:
+def _advice(
+    target: DecoderSpec, draft: DecoderSpec | None, max_length: int, free: int, draft_vocabulary: DraftVocabulary | None
+) -> str:
     lengths = range(_LENGTH_STEP, max_length, _LENGTH_STEP)
-    fitting = bisect_right(lengths, free, key=lambda length: MemoryBudget.of(target, draft, length).peak)
+    fitting = bisect_right(lengths, free, key=lambda length: MemoryBudget.of(target, draft, length, draft_vocabulary).peak)
     if fitting:
         return f"{lengths[fitting - 1]} tokens would fit, pass them as max_length"
     remedies = []

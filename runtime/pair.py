@@ -10,7 +10,10 @@ import numpy as np
 from .acceptance import AcceptanceRule, CoupledRule, GreedyRule, RejectionRule
 from .backend import Model
 from .checks import check_number, is_whole, shown
-from .draft_policy import MAX_SLOWDOWN
+from .decoder import Decoder
+from .draft_decoder import DraftDecoder
+from .draft_policy import MAX_NUM_DRAFT_TOKENS, MAX_SLOWDOWN
+from .draft_vocabulary import DraftVocabulary, draft_length
 from .drafters.adaptive import MODEL_PRIOR
 from .errors import PromptError
 from .noise import ExponentialNoise
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 DRAFTERS = ("auto", "hybrid", "model", "lookup", "off")
-MAX_NUM_DRAFT_TOKENS = 64
 _FIXED_NUM_DRAFT_TOKENS = 4
 _ADAPTIVE_NUM_DRAFT_TOKENS = 16
 
@@ -37,7 +39,7 @@ class DecoderPair:
     Attributes:
         target: The model whose text is generated.
         draft: The model that proposes, or None.
-        tokenizer: Of both models.
+        tokenizer: Of the target, and of the draft unless it has a vocabulary of its own.
         eos_token_ids: Ids that end a text.
         drafter: What proposes unless a text asks for another: "auto", "hybrid", "model", "lookup" or "off".
         num_draft_tokens: The most tokens a round proposes unless a text asks for another number; None for 4, or for 16
@@ -45,9 +47,11 @@ class DecoderPair:
         known_costs: What was measured before on this machine.
         model_prior: The acceptance rate to expect of the draft model.
         max_slowdown: By which fraction any 64 tokens may take longer than without speculation, where "auto" proposes.
+        draft_vocabulary: The draft's, where its logits do not stand for the target's tokens column by column.
 
     Raises:
         ValueError: An unknown drafter, one that needs a draft model where there is none, or a number out of range.
+        BundleError: The draft's vocabulary is that of another pair.
     """
 
     target: Model
@@ -59,16 +63,31 @@ class DecoderPair:
     known_costs: PassCosts | None = None
     model_prior: float = MODEL_PRIOR
     max_slowdown: float = MAX_SLOWDOWN
+    draft_vocabulary: DraftVocabulary | None = None
 
     def __post_init__(self) -> None:
         """Refuses what cannot propose."""
         check_number("max_slowdown", self.max_slowdown, "a number from 0 to 1", lambda value: 0 <= value <= 1)
         self.check_drafting(self.drafter, self.num_draft_tokens)
+        if self.draft is not None and self.draft_vocabulary is not None:
+            self.draft_vocabulary.check_pair(self.target.spec, self.draft.spec)
 
     @cached_property
     def costs(self) -> PassCosts:
         """What passes cost; measured now if that was not done before."""
         return self.known_costs or measure_costs(self.target, self.draft)
+
+    def open_draft(self, capacity: int) -> Decoder | DraftDecoder:
+        """Returns a decoder of the draft that reads target tokens, up to `capacity` of them, or to its context's end.
+
+        Raises:
+            DeviceError: There is no memory for it.
+        """
+        assert self.draft is not None, "checked by check_drafting"
+        vocabulary = self.draft_vocabulary
+        length = min(draft_length(capacity, vocabulary), self.draft.spec.context_length)
+        decoder = Decoder(self.draft, length, num_rows=1)
+        return decoder if vocabulary is None else DraftDecoder(decoder, vocabulary)
 
     def draft_tokens_of(self, drafter: str, num_draft_tokens: int | None) -> int:
         """Returns the most tokens a round proposes with this drafter, where a text asks for so many, or for nothing."""

@@ -4,7 +4,6 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from .decoder import Decoder
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 _CACHED_TOKENS = 64
 _REPETITIONS = 3
+_SMALL_STEP = 2
 
 
 @dataclass(frozen=True)
@@ -60,33 +60,49 @@ class PassCosts:
         return costs
 
 
-def measure_costs(target: Model, draft: Model | None) -> PassCosts:
-    """Runs each kind of pass a few times behind 64 cached tokens, and takes medians.
+def measure_costs(
+    target: Model, draft: Model | None, *, rows: Sequence[int] = ROWS, repetitions: int = _REPETITIONS
+) -> PassCosts:
+    """Runs each kind of pass a few times behind 64 cached tokens, and takes the fastest of each.
 
-    Takes about a hundred passes of one row; the two models take turns, as they do in a round.
+    By default it takes about as long as a hundred passes of one row; the two models take turns, as they do in a round. The
+    target gives logits for every row and the draft for the last one, as there.
+
+    Args:
+        target: The target.
+        draft: The draft, or None.
+        rows: Of the passes, ascending from 1; those that the contexts have no room for are left out.
+        repetitions: Passes of each kind that count, at least 1.
     """
     models = [model for model in (target, draft) if model is not None]
     room = min(model.spec.context_length for model in models)
     cached = min(_CACHED_TOKENS, room // 2)
-    measured = [rows for rows in ROWS if rows <= room - cached]
+    # Where passes come in multiples of many rows, costs jump behind each.
+    step = max(model.spec.row_multiple for model in models)
+    jumps = {number + more for number in range(step, max(rows), step) for more in (0, 1)} if step > _SMALL_STEP else set()
+    measured = [number for number in sorted({*rows, *jumps}) if number <= room - cached]
     decoders = [Decoder(model, cached + measured[-1], num_rows=measured[-1]) for model in models]
     seconds: list[dict[int, list[float]]] = [{} for _ in decoders]
     for decoder in decoders:
         decoder.forward([0] * cached, 1)
-    for _, rows in itertools.product(range(_REPETITIONS + 1), measured):
+    for _, number in itertools.product(range(repetitions + 1), measured):
         for decoder, by_rows in zip(decoders, seconds, strict=True):
             decoder.rewind_to(cached)
+            num_rows = number if decoder is decoders[0] else 1
             started = time.perf_counter()
-            decoder.forward([0] * rows, rows)
-            by_rows.setdefault(rows, []).append(time.perf_counter() - started)
-    points = [_medians(by_rows) for by_rows in seconds]
+            decoder.forward([0] * number, num_rows)
+            by_rows.setdefault(number, []).append(time.perf_counter() - started)
+    points = [_fastest(by_rows) for by_rows in seconds]
     return PassCosts(points[0], points[1] if draft is not None else None)
 
 
-def _medians(by_rows: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
-    """Takes medians, the first repetition left out: it warms up. More rows never cost less: that is noise."""
-    medians = (median(times[1:]) for times in by_rows.values())
-    return tuple(zip(by_rows, itertools.accumulate(medians, max), strict=True))
+def _fastest(by_rows: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    """Takes the fastest, the first repetition left out: it warms up. What else ran meanwhile only ever adds time.
+
+    More rows never cost less: that is noise.
+    """
+    fastest = (min(times[1:]) for times in by_rows.values())
+    return tuple(zip(by_rows, itertools.accumulate(fastest, max), strict=True))
 
 
 def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:

@@ -91,7 +91,10 @@ def machine_of(engines: Mapping[str, str]) -> dict[str, str]:
 def files_of(bundle: Bundle) -> str:
     """Returns one hash over those of both models' files."""
     specs = [bundle.target, *([] if bundle.draft is None else [bundle.draft])]
-    return hashlib.sha256("".join(record.sha256 for spec in specs for record in spec.graph).encode()).hexdigest()
+    records = [record for spec in specs for record in spec.graph]
+    if bundle.draft_vocabulary is not None:
+        records.append(bundle.draft_vocabulary)
+    return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
 def processor() -> str:

@@ -1,21 +1,29 @@
-"""Predicts how fast a pair is with each drafter and number of draft tokens, from costs and acceptance, and checks itself."""
+"""Predicts how fast a pair is with each drafter and number of draft tokens, and checks itself.
 
+Greedy texts are the same whatever proposes. So one text tells, for every number of draft tokens, which rounds it would have
+been made of: they are played again on paper, and passes' measured costs are added up.
+"""
+
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from .drafters import LookupDrafter
+from .generation import GenerationResult
 from .generator import Generator
 from .pass_costs import PassCosts, measure_costs
 from .sampling_params import SamplingParams
-from .stats import GenerationStats
 
 if TYPE_CHECKING:
     from .pair import Prompt
 
 MAX_DRAFT_TOKENS = 8
 WORTH = 1.05  # a smaller gain is not worth the memory
-STEPS_BESIDE_DRAFTERS = 3
+_STEPS_A_PROMPT = 3  # plain, the best setting, and plain again
+_ROWS = range(1, MAX_DRAFT_TOKENS + 2)
+_REPETITIONS = 5
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class PromptPlan:
 
 def plan_steps(generator: Generator, num_prompts: int) -> int:
     """Returns how often `plan_prompts` calls `advance`."""
-    return 1 + num_prompts * (STEPS_BESIDE_DRAFTERS + len(_drafters(generator)))
+    return 1 + num_prompts * (_STEPS_A_PROMPT + (generator.draft is not None))
 
 
 def plan_prompts(
@@ -82,53 +90,135 @@ def plan_prompts(
         The costs, what a round takes beside its passes among them; and what was found for each kind.
     """
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    costs = measure_costs(generator.target, generator.draft)
+    costs = measure_costs(generator.target, generator.draft, rows=_ROWS, repetitions=_REPETITIONS)
     advance()
 
-    def measure(prompt: "Prompt", setting: Setting) -> GenerationStats:
+    def run(prompt: "Prompt", setting: Setting) -> tuple[GenerationResult, list[PlayedRound]]:
         # Caches of its own each time, so that each reads the whole prompt, as a text does that comes alone.
-        stats = generator.generate(prompt, params, drafter=setting.drafter, num_draft_tokens=setting.num_draft_tokens).stats
+        played = []
+        for piece in generator.stream(prompt, params, drafter=setting.drafter, num_draft_tokens=setting.num_draft_tokens):
+            if piece.round is not None:
+                played.append(PlayedRound(len(piece.round.proposal.tokens), piece.round.verification.num_accepted))
         advance()
-        return stats
+        assert piece.result is not None, "the last piece carries the result"
+        return piece.result, played
 
     plans: dict[str, PromptPlan] = {}
     for kind, prompt in prompts.items():
-        plain = measure(prompt, OFF)
+        plain, _ = run(prompt, OFF)
         if not plans:
-            costs = replace(costs, round_seconds=max(0.0, 1 / plain.decode_tokens_per_second - costs.target(1)))
-        counted = {drafter: measure(prompt, Setting(drafter, MAX_DRAFT_TOKENS)) for drafter in _drafters(generator)}
-        predicted = predictions(costs, counted)
-        best = max(predicted, key=lambda setting: predicted[setting])
-        off, fast = measure(prompt, OFF), measure(prompt, best)
-        acceptance = {
-            drafter: tuple(n / stats.rounds for n in stats.accepted_by_position) for drafter, stats in counted.items()
+            costs = replace(costs, round_seconds=max(0.0, _beside_passes(plain) / plain.stats.rounds))
+        rounds = lookup_rounds(generator.prompt_tokens(prompt), plain.token_ids)
+        if generator.draft is not None:
+            drafted, played = run(prompt, Setting("model", MAX_DRAFT_TOKENS))
+            rounds |= model_rounds(chosen_alike(played), len(drafted.token_ids))
+        predicted = {OFF: 1 / (costs.target(1) + costs.round_seconds)}
+        predicted |= {
+            setting: speed for setting, played in rounds.items() if (speed := predicted_speed(costs, setting, played))
         }
-        plans[kind] = PromptPlan(acceptance, predicted, best, fast.decode_tokens_per_second, off.decode_tokens_per_second)
+        best = max(predicted, key=lambda setting: predicted[setting])
+        fast, off = run(prompt, best)[0], run(prompt, OFF)[0]
+        acceptance = {
+            setting.drafter: acceptance_by_place(played)
+            for setting, played in rounds.items()
+            if setting.num_draft_tokens == MAX_DRAFT_TOKENS
+        }
+        plans[kind] = PromptPlan(
+            acceptance, predicted, best, fast.stats.decode_tokens_per_second, off.stats.decode_tokens_per_second
+        )
     return costs, plans
 
 
-def predictions(costs: PassCosts, counted: Mapping[str, GenerationStats]) -> dict[Setting, float]:
-    """Predicts tokens per second for every setting.
+@dataclass(frozen=True)
+class PlayedRound:
+    """One round: how many tokens it proposed, and how many of them were accepted."""
 
-    A round that proposes up to K tokens brings one token and, for each place i below K, the share of rounds in which the token
-    there was accepted. It takes one target pass and, for each place, the share of rounds that proposed a token there times what
-    the row adds to the pass and the token takes to draft.
+    proposed: int
+    accepted: int
+
+
+def chosen_alike(played: Sequence[PlayedRound]) -> list[bool]:
+    """Returns for each place of a text whether the draft chose what the target did, as far as rounds told it.
+
+    Behind a proposal that was accepted as a whole stands the bonus, which the draft was not asked about; it counts as chosen.
+    """
+    alike: list[bool] = []
+    for one in played:
+        alike += [True] * one.accepted + [one.accepted == one.proposed]
+    return alike
+
+
+def model_rounds(alike: Sequence[bool], num_tokens: int) -> dict[Setting, list[PlayedRound]]:
+    """Plays a text again with a draft model.
 
     Args:
-        costs: Of the passes.
-        counted: By drafter, what a text with the most draft tokens gave.
+        alike: For each place of the text, whether the draft chooses what the target does where all before is the target's.
+        num_tokens: Tokens of the text; the last round proposes no more than it can still take.
+
+    Returns:
+        The rounds by setting, 1 to MAX_DRAFT_TOKENS draft tokens.
     """
-    plain = costs.target(1) + costs.round_seconds
-    predicted = {OFF: 1 / plain}
-    for drafter, stats in counted.items():
-        drafting = costs.draft(1) if drafter == "model" else 0.0
-        tokens, seconds = 1.0, plain
-        for place in range(len(stats.proposed_by_position)):
-            tokens += stats.accepted_by_position[place] / stats.rounds
-            row = costs.target(place + 2) - costs.target(place + 1)
-            seconds += stats.proposed_by_position[place] / stats.rounds * (row + drafting)
-            predicted[Setting(drafter, place + 1)] = tokens / seconds
-    return predicted
+
+    def proposal(place: int, most: int) -> tuple[int, int]:
+        run = next((length for length in range(most) if not alike[place + length]), most)
+        return most, run
+
+    return {Setting("model", most): list(_play(proposal, most, num_tokens)) for most in range(1, MAX_DRAFT_TOKENS + 1)}
+
+
+def lookup_rounds(prompt: Sequence[int], text: Sequence[int]) -> dict[Setting, list[PlayedRound]]:
+    """Plays a text again with lookup; arguments are token ids, and the result is that of `model_rounds`."""
+    played = {}
+    for most in range(1, MAX_DRAFT_TOKENS + 1):
+        drafter = LookupDrafter()
+
+        def proposal(place: int, most: int, drafter: LookupDrafter = drafter) -> tuple[int, int]:
+            tokens = drafter.propose([*prompt, *text[:place]], most).tokens
+            pairs = enumerate(zip(tokens, text[place:], strict=False))
+            return len(tokens), next((length for length, (one, other) in pairs if one != other), len(tokens))
+
+        played[Setting("lookup", most)] = list(_play(proposal, most, len(text)))
+    return played
+
+
+def _play(proposal: Callable[[int, int], tuple[int, int]], most: int, num_tokens: int) -> Iterator[PlayedRound]:
+    """Yields a text's rounds.
+
+    Args:
+        proposal: Takes a place and the most tokens to propose there; returns how many are, and how many of them are right.
+        most: Of any round.
+        num_tokens: Of the text.
+    """
+    place = 0
+    while place < num_tokens:
+        budget = min(most, num_tokens - place - 1)
+        played = PlayedRound(*proposal(place, budget)) if budget else PlayedRound(0, 0)
+        yield played
+        place += played.accepted + 1
+
+
+def predicted_speed(costs: PassCosts, setting: Setting, played: Sequence[PlayedRound]) -> float | None:
+    """Returns tokens per second behind the first round; None where there is nothing behind it."""
+    tokens, seconds = 0, 0.0
+    for before, this in itertools.pairwise(played):
+        tokens += this.accepted + 1
+        seconds += costs.target(this.proposed + 1) + costs.round_seconds
+        if setting.drafter == "model" and this.proposed:
+            # The last proposed token was never fed back: it is read now, if it was accepted.
+            unread = 2 if before.accepted == before.proposed else 1
+            seconds += costs.draft(unread) + (this.proposed - 1) * costs.draft(1)
+    return tokens / seconds if tokens else None
+
+
+def acceptance_by_place(played: Sequence[PlayedRound]) -> tuple[float, ...]:
+    """Returns for each place of a proposal the share of rounds in which the token there was accepted."""
+    longest = max((one.proposed for one in played), default=0)
+    return tuple(sum(one.accepted > place for one in played) / len(played) for place in range(longest))
+
+
+def _beside_passes(result: GenerationResult) -> float:
+    stats = result.stats
+    return stats.total_seconds - stats.target_seconds - stats.draft_seconds
 
 
 def best_overall(plans: Mapping[str, PromptPlan]) -> Setting:
@@ -156,7 +246,3 @@ def advise(plans: Mapping[str, PromptPlan]) -> str:
         f"Speculate with drafter 'auto', which chooses by these figures as it goes. The fastest fixed settings: {by_kind}. "
         f"One for all: {best_overall(plans)}."
     )
-
-
-def _drafters(generator: Generator) -> tuple[str, ...]:
-    return ("lookup",) if generator.draft is None else ("model", "lookup")

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from .checks import shown
 from .decoder import Decoder
+from .draft_decoder import DraftDecoder
+from .draft_policy import MAX_NUM_DRAFT_TOKENS
 from .drafters import AdaptiveDrafter, Drafter, HybridDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from .errors import PromptError
 from .generation import Generation, GenerationResult, Piece
-from .pair import MAX_NUM_DRAFT_TOKENS, DecoderPair
+from .pair import DecoderPair
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Session:
         # Room for proposals beyond it, so that a text does not depend on how much was asked for.
         self._capacity = min(pair.target.spec.context_length, max_length + MAX_NUM_DRAFT_TOKENS)
         self._target = Decoder(pair.target, self._capacity, num_rows=MAX_NUM_DRAFT_TOKENS + 1)
-        self._draft: Decoder | None = None
+        self._draft: Decoder | DraftDecoder | None = None
         self._current: Generation | None = None
         self._stream = 0
         self._lock = threading.Lock()
@@ -183,11 +185,9 @@ class Session:
         finally:
             self._lock.release()
 
-    def _draft_decoder(self) -> Decoder:
-        model = self._pair.draft
-        assert model is not None, "checked by check_drafting"
+    def _draft_decoder(self) -> Decoder | DraftDecoder:
         if self._draft is None:
-            self._draft = Decoder(model, min(self._capacity, model.spec.context_length), num_rows=1)
+            self._draft = self._pair.open_draft(self._capacity)
         return self._draft
 
 

@@ -97,7 +97,7 @@ def prepare(question: Question, stack: ExitStack) -> Comparison:
     """
     from runtime import Generator
     from runtime.manifest import load_bundle
-    from runtime.ort_backend import available_cores
+    from runtime.ort.backend import available_cores
 
     bundle = load_bundle(question.bundle)
     threads = question.threads or available_cores()
@@ -191,7 +191,7 @@ def _llama(file: Path, cases: Sequence[Case], generator: "Generator", threads: i
 
 
 def _load_note() -> list[str]:
-    from runtime.ort_backend import available_cores
+    from runtime.ort.backend import available_cores
 
     load, cores = load_average(), available_cores()
     if load is None or load < _QUIET * cores:

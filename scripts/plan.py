@@ -19,8 +19,9 @@ EXAMPLES = """examples:
   # with prompts of your own, one a line, and the drawing
   python scripts/plan.py bundles/smollm2 --prompts prompts.txt --plot plan.svg
 
-Predictions come from two measurements: what passes cost by their number of rows, and how often the token at each place of a
-proposal is accepted. The best prediction of each kind of prompt is then run and compared. Measure when nothing else runs.
+A greedy text is the same whatever proposes. So one text of each kind tells which rounds any number of draft tokens would have
+made of it, and what passes cost by their number of rows says how long these would take. The best prediction of each kind is
+then run and compared. Measure when nothing else runs.
 """
 _FEWEST_NEW_TOKENS = 16
 PROMPTS = {

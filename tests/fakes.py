@@ -41,6 +41,7 @@ class FakeModel:
         period: int = 0,
         context_length: int = 128,
         min_rows: int = 1,
+        row_multiple: int = 1,
         spare_slots: int = 1,
         broken_at: int | None = None,
         broken_value: float = np.nan,
@@ -55,6 +56,7 @@ class FakeModel:
             period: Above 0, the token this many places back gets 3 * sharpness on top, so that texts repeat themselves.
             context_length: As in the spec.
             min_rows: As in the spec; a pass of fewer rows gives other logits.
+            row_multiple: Likewise, and one of another number of rows.
             spare_slots: As in the spec; every pass spoils so many slots behind its own.
             broken_at: See the class.
             broken_value: See the class.
@@ -73,6 +75,7 @@ class FakeModel:
             cache_dtype="float32",
             spare_slots=spare_slots,
             min_rows=min_rows,
+            row_multiple=row_multiple,
         )
         self.engine = self.description = "a fake"
         self.calls: list[tuple[int, int, int]] = []
@@ -130,7 +133,7 @@ class FakeContext:
         self._logits.fill(np.nan)  # whoever still looks at the last pass's rows, notices
         for row, length in enumerate(range(end - num_rows + 1, end + 1)):
             logits = model.logits(self._cache[:length])
-            self._logits[row] = logits[::-1] if rows < model.spec.min_rows else logits
+            self._logits[row] = logits if rows == model.spec.rows_of_pass(rows) else logits[::-1]
             if length - 1 == model.broken_at:
                 self._logits[row] = model.broken_value
         return self._logits[:num_rows]

@@ -20,9 +20,13 @@ def all_rows(model: FakeModel, tokens: list[int]) -> np.ndarray:
 
 
 @settings(max_examples=100, deadline=None)
-@given(texts, st.sets(st.integers(1, 11)), st.sampled_from([1, 2, 3, 5]), st.sampled_from([0, 1, 2]))
-def test_one_piece_equals_any_cut(tokens: list[int], cuts: set[int], min_rows: int, spare_slots: int) -> None:
-    model = FakeModel(min_rows=min_rows, spare_slots=spare_slots)
+@given(
+    texts, st.sets(st.integers(1, 11)), st.sampled_from([1, 2, 3, 5]), st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 2])
+)
+def test_one_piece_equals_any_cut(
+    tokens: list[int], cuts: set[int], min_rows: int, row_multiple: int, spare_slots: int
+) -> None:
+    model = FakeModel(min_rows=min_rows, row_multiple=row_multiple, spare_slots=spare_slots)
     decoder = Decoder(model, len(tokens), num_rows=len(tokens))
     bounds = sorted({0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)})
     rows = [decoder.forward(tokens[a:b], b - a).copy() for a, b in itertools.pairwise(bounds)]
@@ -33,9 +37,11 @@ def test_one_piece_equals_any_cut(tokens: list[int], cuts: set[int], min_rows: i
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(texts, st.integers(0, 30)), min_size=1, max_size=8), st.sampled_from([1, 3]))
-def test_rewinding_and_feeding_again_equals_a_fresh_decoder(steps: list[tuple[list[int], int]], min_rows: int) -> None:
-    model = FakeModel(min_rows=min_rows)
+@given(st.lists(st.tuples(texts, st.integers(0, 30)), min_size=1, max_size=8), st.sampled_from([1, 3]), st.sampled_from([1, 2]))
+def test_rewinding_and_feeding_again_equals_a_fresh_decoder(
+    steps: list[tuple[list[int], int]], min_rows: int, row_multiple: int
+) -> None:
+    model = FakeModel(min_rows=min_rows, row_multiple=row_multiple)
     decoder, sequence = Decoder(model, 100, num_rows=12), []
     for tokens, length in steps:
         rows = decoder.forward(tokens, len(tokens))
@@ -100,6 +106,33 @@ def test_short_passes_are_filled_up_behind_and_only_real_tokens_count() -> None:
     assert [(past, rows) for past, rows, _ in model.calls] == [(0, 4), (2, 4), (3, 4)]
     assert np.array_equal(rows, all_rows(model, [1, 2, 3, 4, 5, 6])[-2:])
     assert decoder.past_length == 6
+
+
+def test_passes_are_filled_up_to_a_multiple() -> None:
+    model = FakeModel(row_multiple=4)
+    decoder = Decoder(model, 9, num_rows=5)
+    assert (model.spec.padding, model.spec.most_padding) == ("passes are padded to multiples of 4 rows", 3)
+    decoder.forward([1, 2, 3, 4], 1)
+    rows = decoder.forward([5, 6, 7, 8, 9], 5)  # up to the last slot, padding still fits
+    assert [(past, rows) for past, rows, _ in model.calls] == [(0, 4), (4, 8)]
+    assert np.array_equal(rows, all_rows(model, list(range(1, 10)))[-5:])
+    assert decoder.past_length == 9
+
+
+@pytest.mark.parametrize("prompt", range(1, 40))
+def test_a_proposal_does_not_move_the_cuts_of_its_prompt(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.decoder._MAX_ROWS", 8)
+
+    def in_front(proposed: int) -> list[tuple[int, int]]:
+        """(begin, end) of what each pass computes before its rows that are asked for, these being taken by fours."""
+        model = FakeModel(row_multiple=4)
+        Decoder(model, 60, num_rows=10).forward([1] * (prompt + proposed), proposed + 1)
+        assert all(rows <= 16 for _, rows, _ in model.calls)
+        return [(past, past + rows - -(-num_rows // 4) * 4) for past, rows, num_rows in model.calls]
+
+    plain = [part for part in in_front(0) if part[0] < part[1]]
+    for proposed in range(1, 10):
+        assert [part for part in in_front(proposed) if part[0] < part[1]] == plain
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tiny_bundle: Pat
     bundle = load_bundle(tiny_bundle)
     assert bundle.draft is not None
     alone, pair = (MemoryBudget.of(bundle.target, draft, 128).peak for draft in (None, bundle.draft))
-    monkeypatch.setattr("runtime.generator.free_memory", lambda: alone)
+    monkeypatch.setattr("runtime.device_memory.free_memory", lambda: alone)
     with monkeypatch.context() as patch:
         patch.setattr("runtime.generator.open_backend", lambda *_, **__: pytest.fail("a backend was opened"))
         patch.setattr(Tokenizer, "from_spec", lambda *_: pytest.fail("a tokenizer was loaded"))
@@ -207,5 +207,5 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tiny_bundle: Pat
                 Generator.from_bundle(tiny_bundle, max_length=1, check_memory=check_memory)
     assert Generator.from_bundle(tiny_bundle, drafter="off", max_length=128).draft is None
     assert Generator.from_bundle(tiny_bundle, drafter="model", max_length=128, check_memory=False).draft is not None
-    monkeypatch.setattr("runtime.generator.free_memory", lambda: pair)
+    monkeypatch.setattr("runtime.device_memory.free_memory", lambda: pair)
     assert Generator.from_bundle(tiny_bundle, drafter="model", max_length=128).draft is not None

@@ -33,7 +33,6 @@ def decoder_spec(folder: Path, name: str) -> DecoderSpec:
         cache_dtype="float16",
         spare_slots=1,
         min_rows=2,
-        row_selection=True,
         names=GraphNames(input_ids="tokens", past_key="old.{layer}.k"),
         parity={"prefill": {"max_difference": 1.5e-05}},
     )
@@ -52,7 +51,9 @@ def bundle(tmp_path: Path) -> Bundle:
     tokenizer = TokenizerSpec(
         FileRecord.of(folder, "tokenizer.json"), FileRecord.of(folder, "chat_template.jinja"), "<s>", "</s>", (0, 2), 500
     )
-    made = Bundle(folder, tokenizer, decoder_spec(folder, "target"), decoder_spec(folder, "draft"), "specrt 1 é")
+    (folder / "draft" / "vocabulary.npz").write_bytes(b"no vocabulary")
+    vocabulary = FileRecord.of(folder, "draft/vocabulary.npz")
+    made = Bundle(folder, tokenizer, decoder_spec(folder, "target"), decoder_spec(folder, "draft"), "specrt 1 é", vocabulary)
     save_bundle(made)
     return made
 
@@ -101,15 +102,17 @@ def test_round_trip(bundle: Bundle):
 
 def test_round_trip_without_what_may_be_absent(bundle: Bundle, rewrite):
     rewrite(setting(("draft",), None))
+    rewrite(deleting(("draft_vocabulary",)))
     rewrite(setting(("tokenizer", "chat_template"), None))
     rewrite(setting(("tokenizer", "bos_token"), None))
-    for optional in ("row_selection", "names", "parity"):
+    for optional in ("names", "parity"):
         rewrite(deleting(("target", optional)))
     read = load_bundle(bundle.folder)
     assert read.draft is None
+    assert read.draft_vocabulary is None
     assert read.tokenizer.chat_template is None
     assert read.tokenizer.bos_token is None
-    assert (read.target.row_selection, read.target.names, read.target.parity) == (False, GraphNames(), {})
+    assert (read.target.names, read.target.parity) == (GraphNames(), {})
     save_bundle(read)
     assert load_bundle(bundle.folder) == read
 
@@ -117,8 +120,14 @@ def test_round_trip_without_what_may_be_absent(bundle: Bundle, rewrite):
 def test_files_are_all_named(bundle: Bundle):
     assert [record.path for record in bundle.files()] == [
         "tokenizer.json", "chat_template.jinja",
-        "target/model.onnx", "target/model.onnx.data", "draft/model.onnx", "draft/model.onnx.data",
+        "target/model.onnx", "target/model.onnx.data", "draft/model.onnx", "draft/model.onnx.data", "draft/vocabulary.npz",
     ]  # fmt: skip
+
+
+def test_a_vocabulary_of_no_draft_is_refused(bundle: Bundle, rewrite):
+    rewrite(setting(("draft",), None))
+    with pytest.raises(BundleError, match="names a draft_vocabulary and no draft"):
+        load_bundle(bundle.folder)
 
 
 def test_file_record_is_the_files_own_figures(bundle: Bundle):
@@ -219,12 +228,11 @@ def test_missing_field_is_named_with_its_place(bundle: Bundle, rewrite, place: P
         (("target", "graph"), {}, "target: graph is {} where a list is expected"),
         (("target", "num_layers"), True, "target: num_layers is True where int is expected"),
         (("target", "num_layers"), None, "target: num_layers is None where int is expected"),
-        (("target", "row_selection"), 1, "target: row_selection is 1 where bool is expected"),
         (("target", "names"), "default", "target: names is 'default' where an object is expected"),
         (("target", "names", "logits"), ["logits"], r"target: names: logits is \['logits'\] where str is expected"),
         (("target", "parity"), 0.1, "target: parity is 0.1 where Mapping is expected"),
-        (("target", "lowering"), "static", "target: lowering is 'static'; this runtime knows gqa"),
-        (("target", "precision"), "int2", "target: precision is 'int2'; this runtime knows fp32, int8, int4"),
+        (("target", "lowering"), "dense", "target: lowering is 'dense'; this runtime knows gqa, static, primitive, growing"),
+        (("target", "precision"), "int2", "target: precision is 'int2'; this runtime knows fp32, fp16, int8, int4"),
         (("draft", "cache_dtype"), "bfloat16", "draft: cache_dtype is 'bfloat16'; this runtime knows float32, float16"),
         *[
             (("draft", name), value, f"draft: {name} is {value}")

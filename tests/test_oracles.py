@@ -23,7 +23,7 @@ from runtime.backend import Model
 from runtime.contract import Bundle
 from runtime.decoder import Decoder
 from runtime.manifest import load_bundle, save_bundle
-from runtime.ort_backend import OrtBackend
+from runtime.ort.backend import OrtBackend
 from runtime.tokenizer import Tokenizer
 
 from .test_real_weights import PROMPTS
@@ -76,13 +76,14 @@ class Pair:
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """In fp32, with its own weights in int4 as the draft; the export's own checks are left to other tests."""
-    from export.bundle import _Role, _tokenizer_of, _write_decoder, _write_tokenizer
+    from export.bundle import _tokenizer_of, _write_tokenizer
+    from export.decoders import Role, write_decoder
     from export.source import resolve_source
 
     folder = tmp_path_factory.mktemp("smollm2")
     source = resolve_source(str(smollm2_gguf))
-    roles = (_Role("target", source, "fp32", 1024), _Role("draft", source, "int4", 1024))
-    target, draft = (_write_decoder(role, folder, lambda *_: None) for role in roles)
+    roles = (Role("target", source, "fp32", 1024), Role("draft", source, "int4", 1024))
+    target, draft = (write_decoder(role, folder, lambda *_: None) for role in roles)
     save_bundle(Bundle(folder, _write_tokenizer(folder, _tokenizer_of(source)), target, draft, "tests"))
     return Pair.load(folder, THREADS)
 

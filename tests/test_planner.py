@@ -9,37 +9,82 @@ from pathlib import Path
 
 import pytest
 
-from runtime import Generator
+from runtime import Generator, SamplingParams
 from runtime.errors import BundleError
 from runtime.manifest import load_bundle
 from runtime.pass_costs import PassCosts
 from runtime.plan import Plan, files_of
-from runtime.planner import OFF, PromptPlan, Setting, advise, best_overall, plan_prompts, plan_steps, predictions
-from runtime.stats import GenerationStats
+from runtime.planner import (
+    MAX_DRAFT_TOKENS,
+    OFF,
+    PlayedRound,
+    PromptPlan,
+    Setting,
+    acceptance_by_place,
+    advise,
+    best_overall,
+    chosen_alike,
+    lookup_rounds,
+    model_rounds,
+    plan_prompts,
+    plan_steps,
+    predicted_speed,
+)
 from tests.fakes import FakeModel, fake_generator
 
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = PassCosts(((1, 0.040), (2, 0.050), (3, 0.060)), ((1, 0.010), (2, 0.012)), 0.0)
 
 
-def counted(rounds: int, proposed: list[int], accepted: list[int]) -> GenerationStats:
-    return GenerationStats(rounds=rounds, proposed_by_position=proposed, accepted_by_position=accepted)
+PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+def played(*rounds: tuple[int, int]) -> list[PlayedRound]:
+    return [PlayedRound(*one) for one in rounds]
+
+
+def run(generator: Generator, prompt: str, setting: Setting) -> tuple[tuple[int, ...], list[PlayedRound]]:
+    rounds = []
+    for piece in generator.stream(prompt, PARAMS, drafter=setting.drafter, num_draft_tokens=setting.num_draft_tokens):
+        rounds.append(PlayedRound(len(piece.round.proposal.tokens), piece.round.verification.num_accepted))
+    return piece.result.token_ids, rounds
+
+
+@pytest.mark.parametrize("prompt", ["abc", "dcb", "aabaab"])
+def test_a_text_played_again_has_the_rounds_it_is_made_of(prompt: str) -> None:
+    generator = fake_generator(FakeModel(seed=3, context_length=256), FakeModel(seed=3, noise=2, context_length=256))
+    tokens = generator.prompt_tokens(prompt)
+    text, single = run(generator, prompt, Setting("model", 1))
+    # With one draft token a round, every place is either judged or a bonus; the draft's own texts tell about those.
+    alike = chosen_alike(single)
+    for place in range(len(text)):
+        draft = fake_generator(FakeModel(seed=3, noise=2, context_length=256), None)
+        choice = draft.generate([*tokens, *text[:place]], replace(PARAMS, max_new_tokens=1), drafter="off").token_ids[0]
+        alike[place] = choice == text[place]
+    again = model_rounds(alike, len(text)) | lookup_rounds(tokens, text)
+    assert len(again) == 2 * MAX_DRAFT_TOKENS
+    for setting, rounds in again.items():
+        assert run(generator, prompt, setting) == (text, rounds), setting
+
+
+def test_what_rounds_tell_about_the_draft() -> None:
+    # Two accepted and one refused, the correction in its place; all accepted, with a bonus; nothing proposed.
+    assert chosen_alike(played((3, 2), (2, 2), (0, 0))) == [True, True, False, True, True, True, True]
 
 
 def test_predictions_by_hand() -> None:
-    found = predictions(COSTS, {"model": counted(10, [10, 10], [8, 5]), "lookup": counted(10, [5, 4], [4, 2])})
-    assert found[OFF] == pytest.approx(1 / 0.040)
-    assert found[Setting("model", 1)] == pytest.approx((1 + 0.8) / (0.040 + 0.010 + 0.010))
-    assert found[Setting("model", 2)] == pytest.approx((1 + 0.8 + 0.5) / (0.040 + 2 * 0.020))
-    assert found[Setting("lookup", 1)] == pytest.approx((1 + 0.4) / (0.040 + 0.5 * 0.010))
-    assert found[Setting("lookup", 2)] == pytest.approx((1 + 0.6) / (0.040 + 0.9 * 0.010))
-    assert len(found) == 5
+    model, lookup = Setting("model", 2), Setting("lookup", 2)
+    # The first round reads the prompt and does not count; behind a whole proposal the draft reads two tokens.
+    assert predicted_speed(COSTS, model, played((2, 2), (2, 1), (2, 0))) == pytest.approx(3 / (0.060 + 0.022 + 0.060 + 0.020))
+    assert predicted_speed(COSTS, lookup, played((2, 2), (1, 1), (0, 0))) == pytest.approx(3 / (0.050 + 0.040))
+    slow = replace(COSTS, round_seconds=0.01)
+    assert predicted_speed(slow, model, played((0, 0), (1, 1))) == pytest.approx(2 / (0.050 + 0.012 + 0.01))
+    assert predicted_speed(COSTS, model, played((2, 2))) is None
 
 
-def test_what_a_round_takes_beside_its_passes_slows_all_settings() -> None:
-    found = predictions(replace(COSTS, round_seconds=0.01), {"model": counted(10, [10], [8])})
-    assert found[OFF] == pytest.approx(1 / 0.050)
-    assert found[Setting("model", 1)] == pytest.approx(1.8 / 0.070)
+def test_acceptance_by_place() -> None:
+    assert acceptance_by_place(played((3, 2), (2, 2), (0, 0), (3, 0))) == (0.5, 0.5, 0.0)
+    assert acceptance_by_place([]) == ()
 
 
 MODEL_2, LOOKUP_3 = Setting("model", 2), Setting("lookup", 3)

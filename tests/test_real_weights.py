@@ -16,7 +16,7 @@ from runtime.backend import Model
 from runtime.contract import Bundle
 from runtime.decoder import Decoder
 from runtime.manifest import load_bundle
-from runtime.ort_backend import OrtBackend
+from runtime.ort.backend import OrtBackend
 from runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real_weights

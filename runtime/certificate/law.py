@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.decoder import Decoder
+from runtime.draft_decoder import DraftDecoder
+from runtime.draft_policy import MAX_NUM_DRAFT_TOKENS
+from runtime.draft_vocabulary import DraftVocabulary, draft_length
 from runtime.generator import Generator
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
@@ -61,9 +65,11 @@ class SampledLaw:
         tokens = self.generator.prompt_tokens(self.prompt)
         length = min(len(tokens) + self.positions + 2, self.generator.target.spec.context_length)
         target = ReplayedModel(self.generator.target, length + self.num_draft_tokens, self.num_draft_tokens + 1)
-        draft = None if self.generator.draft is None else ReplayedModel(self.generator.draft, length + self.num_draft_tokens, 1)
+        vocabulary = self.generator.draft_vocabulary
+        draft_room = draft_length(length + MAX_NUM_DRAFT_TOKENS, vocabulary)  # what the session's decoder will have
+        draft = None if self.generator.draft is None else ReplayedModel(self.generator.draft, draft_room, 1)
         counts: dict[tuple[int, ...], int] = {}
-        generator = Generator(target, draft, self.generator.tokenizer, ())
+        generator = Generator(target, draft, self.generator.tokenizer, (), draft_vocabulary=vocabulary)
         session = generator.session(max_length=length)
         proposed = accepted = first_accepted = 0
         for number in range(self.samples):
@@ -83,8 +89,9 @@ class SampledLaw:
             )
         ]
         verdicts += self._judge(target_law(target, tokens, self.params, self.positions), counts)
-        if self.positions == 1 and self.drafter == "model" and draft is not None:
-            verdicts.append(self._judge_acceptance(target, draft, tokens, first_accepted / self.samples))
+        if self.positions == 1 and self.drafter == "model" and draft is not None and proposed:
+            row = _row(draft, tokens) if vocabulary is None else _translated_row(draft, vocabulary, tokens)
+            verdicts.append(self._judge_acceptance(target, row, tokens, first_accepted / self.samples))
         return verdicts
 
     def _sample(self, session: Session, prompt: Sequence[int], seed: int) -> tuple[tuple[int, ...], list[Round]]:
@@ -139,7 +146,7 @@ class SampledLaw:
         ]
 
     def _judge_acceptance(
-        self, target: ReplayedModel, draft: ReplayedModel, prompt: Sequence[int], acceptance_rate: float
+        self, target: ReplayedModel, draft_logits: NDArray[np.float32], prompt: Sequence[int], acceptance_rate: float
     ) -> Verdict:
         """Compares how often the first proposed token is accepted with what the two rows say.
 
@@ -148,7 +155,7 @@ class SampledLaw:
         """
         sampler = Sampler(self.params, prompt_length=len(prompt))
         target_row = sampler.distributions(_row(target, prompt), prompt, ())[0].astype(np.float64)
-        draft_row = sampler.distributions(_row(draft, prompt), prompt, ())[0].astype(np.float64)
+        draft_row = sampler.distributions(draft_logits, prompt, ())[0].astype(np.float64)
         width = min(len(target_row), len(draft_row))
         most = float(np.minimum(target_row[:width], draft_row[:width]).sum())
         least = most if self.params.acceptance == "rejection" else most / (2 - most)
@@ -183,6 +190,11 @@ def target_law(
 
 def _row(model: ReplayedModel, text: Sequence[int]) -> NDArray[np.float32]:
     return model.rows(np.array(text, np.int64), 1)[0][None]
+
+
+def _translated_row(model: ReplayedModel, vocabulary: DraftVocabulary, text: Sequence[int]) -> NDArray[np.float32]:
+    length = min(model.spec.context_length, draft_length(len(text) + MAX_NUM_DRAFT_TOKENS, vocabulary))
+    return DraftDecoder(Decoder(model, length, num_rows=1), vocabulary).forward(text, 1)
 
 
 def _positions(count: int) -> str:

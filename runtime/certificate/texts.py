@@ -40,13 +40,13 @@ class TextEquality:
     @property
     def steps(self) -> int:
         """See Check."""
-        return len(self.prompts) * (1 + len(self.numbers) * len(drafters_of(self.generator)))
+        return len(self.prompts) * (1 + len(self.numbers) * len(all_drafters_of(self.generator)))
 
     def run(self, advance: Advance) -> list[Verdict]:
         """See Check."""
         differing: list[str] = []
         compared = 0
-        work = {drafter: {number: _Work() for number in self.numbers} for drafter in drafters_of(self.generator)}
+        work = {drafter: {number: _Work() for number in self.numbers} for drafter in all_drafters_of(self.generator)}
         for index, prompt in enumerate(self.prompts):
             session = self.generator.session()
             plain = session.generate(prompt, self.params, drafter="off")
@@ -78,10 +78,10 @@ class TextEquality:
 
     def _tried(self) -> str:
         numbers = ", ".join(map(str, self.numbers))
-        return f"{len(self.prompts)} prompts, drafters {' and '.join(drafters_of(self.generator))}, K = {numbers}"
+        return f"{len(self.prompts)} prompts, drafters {', '.join(all_drafters_of(self.generator))}, K = {numbers}"
 
     def _modes(self) -> Iterator[tuple[str, int]]:
-        for drafter in drafters_of(self.generator):
+        for drafter in all_drafters_of(self.generator):
             for number in self.numbers:
                 yield drafter, number
 
@@ -175,7 +175,9 @@ class Cuts:
             return None
         if kind == "stop token":
             return session, replace(params, stop_token_ids=(token,))
-        ending_there = Generator(generator.target, generator.draft, generator.tokenizer, (token,))
+        ending_there = Generator(
+            generator.target, generator.draft, generator.tokenizer, (token,), draft_vocabulary=generator.draft_vocabulary
+        )
         return ending_there.session(), replace(params, ignore_eos=False)
 
     def _problem(
@@ -219,8 +221,13 @@ class _Tried:
 
 
 def drafters_of(generator: Generator) -> tuple[str, ...]:
-    """Returns the drafters that propose something with this pair."""
+    """Returns the drafters that take their proposals from one place."""
     return ("lookup",) if generator.draft is None else ("model", "lookup")
+
+
+def all_drafters_of(generator: Generator) -> tuple[str, ...]:
+    """Returns all drafters that propose something with this pair, the mixed ones last."""
+    return (*drafters_of(generator), *(() if generator.draft is None else ("hybrid",)), "auto")
 
 
 def _first(problems: Sequence[str]) -> str:

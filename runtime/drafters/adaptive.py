@@ -12,7 +12,7 @@ from runtime.pass_costs import PassCosts
 from .lookup import LookupDrafter
 from .model import DraftedToken, ModelDrafter
 
-MODEL_PRIOR = 0.7
+MODEL_PRIOR = 0.8
 # By the number of tokens that matched, the last one for all longer matches.
 _LOOKUP_PRIORS: dict[Kind, float] = {2: 0.4, 3: 0.5, 4: 0.6, 5: 0.7, 6: 0.85}
 _LONG_MATCH = 6
@@ -172,5 +172,5 @@ def _match_kind(size: int) -> int:
 
 def _confidence_kind(logits: NDArray[np.float32]) -> int:
     """Returns the class of the model's own probability for its most probable token."""
-    confidence = 1 / float(np.exp(logits - logits.max()).sum(dtype=np.float64))
+    confidence = 1 / float(np.exp(logits - logits.max()).sum())
     return int(np.searchsorted(_CONFIDENCE_BOUNDS, confidence))

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from runtime.acceptance import AcceptanceRule, Proposal
 from runtime.decoder import Decoder
+from runtime.draft_decoder import DraftDecoder
 from runtime.errors import SamplingError
 
 
@@ -32,12 +33,12 @@ class ModelDrafter:
     name = "model"
 
     def __init__(
-        self, decoder: Decoder, rule: AcceptanceRule, *, target_vocab_size: int, end_token_ids: frozenset[int]
+        self, decoder: Decoder | DraftDecoder, rule: AcceptanceRule, *, target_vocab_size: int, end_token_ids: frozenset[int]
     ) -> None:
         """Keeps a decoder of its own.
 
         Args:
-            decoder: The draft model; what it has cached must be a beginning of the sequence.
+            decoder: The draft model, reading the target's tokens; what it has cached must be a beginning of the sequence.
             rule: How the generation's tokens are chosen.
             target_vocab_size: Width of the target's rows; the draft's are cut or filled up to it (padded vocabularies).
             end_token_ids: Ids behind which nothing is worth proposing.
@@ -91,12 +92,12 @@ class ModelDrafter:
         """Reads what it has not read, and returns its logits behind sequence and block.
 
         Returns:
-            float32 [1, target_vocab_size], a view that the next call overwrites; None where the context ends, or a token is
-            one that the draft does not have.
+            float32 [1, target_vocab_size], a view that the next call overwrites; None where the draft's context ends, where
+            it does not have a token, or none of those so far.
         """
         past = self._read()
         unread = [*sequence[past:], *block[max(0, past - len(sequence)) :]]
-        if len(unread) > self._decoder.room() or max(unread) >= self._decoder.spec.vocab_size:
+        if not self._decoder.takes(unread):
             return None
         return self._fit(self._decoder.forward(unread, 1))
 

@@ -13,7 +13,8 @@ import onnx
 import pytest
 from tokenizers import Tokenizer
 
-from export.bundle import PRECISIONS, _probe_tokens, _Role, _write_decoder
+from export.decoders import PRECISIONS, Role, write_decoder
+from export.probe import probe_tokens
 from export.source import Source, resolve_source
 from export.tokenizer import tokenizer_from_folder
 from runtime.contract import DecoderSpec
@@ -35,7 +36,7 @@ def draft_source(tiny_draft: Path) -> Source:
 @pytest.fixture(scope="session")
 def probe(tiny_target: Path) -> list[int]:
     """64 tokens of an ordinary text."""
-    return _probe_tokens(tokenizer_from_folder(tiny_target))
+    return probe_tokens(tokenizer_from_folder(tiny_target))
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +53,9 @@ def decoders_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def decoders(target_source: Source, draft_source: Source, decoders_folder: Path) -> dict[str, DecoderSpec]:
     """The tiny target under the name of each precision, and the tiny draft in fp32 under "draft"."""
-    roles = [_Role(precision, target_source, precision, 512) for precision in PRECISIONS]
-    roles.append(_Role("draft", draft_source, "fp32", 512))
-    return {role.name: _write_decoder(role, decoders_folder, lambda *_: None) for role in roles}
+    roles = [Role(precision, target_source, precision, 512) for precision in PRECISIONS]
+    roles.append(Role("draft", draft_source, "fp32", 512))
+    return {role.name: write_decoder(role, decoders_folder, lambda *_: None) for role in roles}
 
 
 @pytest.fixture

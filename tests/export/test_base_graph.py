@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
 
 import export.base_graph
@@ -87,6 +88,25 @@ def test_links_are_gone_after_a_failure(tiny_draft: Path, tmp_path: Path, monkey
     assert seen[0] != snapshot, "mobius gets a twin of the folder"
     assert not seen[0].exists()
     assert tree(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (transformers.LlamaConfig(), {"rotary_emb_base": 10000.0}),
+        (transformers.LlamaConfig(rope_theta=500000.0), {}),
+        (transformers.LlamaConfig(rope_scaling={"rope_type": "linear", "factor": 2.0}), {}),
+        (
+            transformers.LlamaConfig(rope_theta=5e5, rope_scaling={"type": "dynamic", "factor": 2.0}),
+            {"rope_scaling": None, "rotary_emb_base": 5e5},
+        ),
+        (transformers.LlamaConfig(rope_theta=5e5, mlp_bias=True), {"use_mlp_bias": True}),
+        (transformers.CohereConfig(rope_theta=5e5), {"rope_interleave": True}),
+        (transformers.GPT2Config(), {}),
+    ],
+)
+def test_config_says_to_mobius_what_transformers_makes_of_it(config: transformers.PretrainedConfig, changes: dict[str, object]):
+    assert export.base_graph.config_changes(config) == changes
 
 
 def test_plain_folder_is_read_where_it_lies(tiny_draft: Path):

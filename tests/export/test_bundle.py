@@ -8,17 +8,22 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import export.bundle
+import export.decoders
 import runtime.contract
 from export.bundle import export_bundle
 from export.errors import ExportError
+from export.row_equality import PassShape
 from runtime.contract import Bundle, DecoderSpec, FileRecord, GraphNames, TokenizerSpec
 from runtime.manifest import load_bundle
 
@@ -171,18 +176,30 @@ def test_report_tells_what_happens(tiny_draft: Path, tmp_path: Path):
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails the test when a graph is built."""
-    monkeypatch.setattr(export.bundle, "build_base_graph", lambda _: pytest.fail("work began"))
+    monkeypatch.setattr(export.decoders, "build_base_graph", lambda _: pytest.fail("work began"))
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"precision": "int3"}, "The precision 'int3' is unknown; there are fp32, int8, int4"),
-        ({"draft_precision": "fp16"}, "The draft precision 'fp16' is unknown"),
+        ({"precision": "int3"}, "The target's precision 'int3' is unknown; there are fp32, fp16, int8, int4"),
+        ({"draft": "self", "draft_precision": "bf16"}, "The draft's precision 'bf16' is unknown"),
+        ({"block_size": 48}, "The target's block size 48 is unknown; there are 32, 64, 128"),
+        ({"lowering": "dense"}, "The lowering 'dense' is unknown"),
+        ({"draft_vocab": 100}, "--draft-vocab cuts the vocabulary of a draft model, and there is none"),
+        ({"draft": "self", "draft_vocab": 10}, "--draft-vocab is 10; at least 64 tokens are needed"),
+        ({"draft": "self", "draft_vocab_text": Path("x")}, "counts tokens for --draft-vocab, which is not given"),
+        (
+            {"draft": "self", "draft_vocab": 99, "draft_vocab_text": Path("no-such-text")},
+            "no-such-text of --draft-vocab-text cannot be read: No such",
+        ),
         *[({"max_length": length}, f"The max length is {length}; at least 64 tokens are needed") for length in (1, 2, 37, 63)],
         ({"max_length": 0}, "The max length is 0"),
         ({"max_length": -5}, "The max length is -5"),
-        ({"draft": "self", "precision": "int4", "draft_precision": "int4"}, "would be the target itself"),
+        (
+            {"draft": "self", "precision": "int4", "draft_precision": "int4", "draft_block_size": 32},
+            "would be the target itself",
+        ),
         ({"draft": "self", "precision": "fp32", "draft_precision": "fp32"}, "would be the target itself"),
         ({"draft": "no-such-model"}, "There is no file or folder no-such-model"),
         ({"target": "no-such-model"}, "There is no file or folder no-such-model"),
@@ -197,13 +214,13 @@ def test_bad_option_is_refused(tiny_draft: Path, tmp_path: Path, options: dict[s
 
 
 @pytest.mark.usefixtures("no_work")
-def test_draft_with_another_vocabulary_is_refused(
+def test_draft_that_shares_too_little_is_refused(
     tiny_target: Path, tiny_draft: Path, copy_checkpoint: CopyCheckpoint, tmp_path: Path
 ):
     other = copy_checkpoint(tiny_draft)
-    table = (other / "tokenizer.json").read_text(encoding="utf-8")
-    (other / "tokenizer.json").write_text(table.replace("<|im_start|>", "<|im_begin|>"), encoding="utf-8")
-    with pytest.raises(ExportError, match=r"token \d+ is '<\|im_start\|>' in the target and '<\|im_begin\|>' in the draft"):
+    unknown = "<unk>"
+    Tokenizer(WordLevel({"the": 0, "sea": 1, unknown: 2}, unk_token=unknown)).save(str(other / "tokenizer.json"))
+    with pytest.raises(ExportError, match=r"can propose too little of what .* says, 0 of the target's 509 tokens"):
         export_bundle(str(tiny_target), str(other), tmp_path / "bundle")
 
 
@@ -322,15 +339,28 @@ FAILURES = [ExportError("the graph is wrong"), KeyboardInterrupt(), OSError(errn
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
-@pytest.mark.parametrize("step", ["check_parity", "measure_min_rows", "save_bundle", "_save_graph"])
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [
+        (export.decoders, "check_parity"),
+        (export.decoders, "measure_row_equality"),
+        (export.decoders, "_save_graph"),
+        (export.bundle, "save_bundle"),
+    ],
+)
 def test_failure_leaves_nothing(
-    tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, failure: BaseException
+    tiny_draft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    step: str,
+    failure: BaseException,
 ):
     def fail(*_: object) -> None:
         assert list(tmp_path.iterdir()) == [tmp_path / ".bundle.partial"], "the work is done beside the goal"
         raise failure
 
-    monkeypatch.setattr(export.bundle, step, fail)
+    monkeypatch.setattr(module, step, fail)
     with pytest.raises(ExportError if isinstance(failure, OSError) else type(failure)) as caught:
         export_bundle(str(tiny_draft), None, tmp_path / "bundle")
     if isinstance(failure, OSError):
@@ -346,7 +376,7 @@ def test_failure_leaves_the_old_bundle(
         raise failure
 
     before = tree(tmp_path)
-    monkeypatch.setattr(export.bundle, "check_parity", fail)
+    monkeypatch.setattr(export.decoders, "check_parity", fail)
     with pytest.raises(ExportError if isinstance(failure, OSError) else type(failure)):
         export_bundle(str(tiny_draft), None, old_bundle, overwrite=True)
     assert tree(tmp_path) == before
@@ -371,20 +401,21 @@ def test_failure_at_the_very_end_leaves_the_old_bundle_or_the_new_one(
 
 
 def test_rows_that_never_agree_are_refused(tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(export.bundle, "measure_min_rows", lambda *_: None)
+    monkeypatch.setattr(export.decoders, "measure_row_equality", lambda *_: None)
     with pytest.raises(ExportError, match="gives other bits for a row"):
         export_bundle(str(tiny_draft), None, tmp_path / "bundle")
     assert not list(tmp_path.iterdir())
 
 
 def test_measured_rows_are_written(tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(export.bundle, "measure_min_rows", lambda *_: 4)
+    monkeypatch.setattr(export.decoders, "measure_row_equality", lambda *_: PassShape(4, 2))
     export_bundle(str(tiny_draft), None, tmp_path / "bundle")
-    assert manifest_of(tmp_path / "bundle")["target"]["min_rows"] == 4
+    target = manifest_of(tmp_path / "bundle")["target"]
+    assert (target["min_rows"], target["row_multiple"]) == (4, 2)
 
 
 def test_graph_that_computes_something_else_is_not_written(tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    built = export.bundle.build_base_graph
+    built = export.decoders.build_base_graph
 
     def wrong(source: object) -> object:
         model = built(source)
@@ -392,7 +423,7 @@ def test_graph_that_computes_something_else_is_not_written(tiny_draft: Path, tmp
         bias.const_value = type(bias.const_value)(bias.const_value.raw * 1.5 + 1, name=bias.name)
         return model
 
-    monkeypatch.setattr(export.bundle, "build_base_graph", wrong)
+    monkeypatch.setattr(export.decoders, "build_base_graph", wrong)
     with pytest.raises(ExportError, match="does not compute what its checkpoint does: at the step 'prefill'"):
         export_bundle(str(tiny_draft), None, tmp_path / "bundle")
     assert not list(tmp_path.iterdir())

@@ -56,7 +56,7 @@ def test_pair_is_exported(tiny_target: Path, tiny_draft: Path, tmp_path: Path):
     (tmp_path / "target").symlink_to(tiny_target)
     result = call(
         "--target", "target", "--draft", tiny_draft, "--out", "out/bundle", "--precision", "int8", "--max-length", "256",
-        cwd=tmp_path,
+        "--emit-genai-config", cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     manifest = json.loads((tmp_path / "out" / "bundle" / "bundle.json").read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def test_pair_is_exported(tiny_target: Path, tiny_draft: Path, tmp_path: Path):
     lines = result.stdout.splitlines()
     assert lines[0].startswith("target: target, int8, ")
     assert any(
-        line.startswith("draft: ") and "int4" in line and "rows bit-equal in passes of 1 or more" in line for line in lines
+        line.startswith("draft: ") and "int4" in line and "rows are bit-equal, passes need no padding" in line for line in lines
     )
     assert any("prefill: max difference" in line for line in lines)
     assert "written: out/bundle" in lines
@@ -74,6 +74,8 @@ def test_pair_is_exported(tiny_target: Path, tiny_draft: Path, tmp_path: Path):
     assert "quantising the weights" in result.stderr
     assert "Traceback" not in result.stderr
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["bundle"]
+    genai = json.loads((tmp_path / "out" / "bundle" / "genai_config.json").read_text(encoding="utf-8"))
+    assert genai["speculative"] == {"max_draft_tokens": 4}
 
 
 def test_refusal_is_one_sentence_on_stderr(tiny_target: Path, tmp_path: Path):

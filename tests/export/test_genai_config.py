@@ -1,8 +1,11 @@
-"""The folder for ONNX Runtime GenAI; tests/test_oracles.py runs that engine on it."""
+"""The folder for ONNX Runtime GenAI; tests/test_oracles.py runs that engine on larger models."""
 
+import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ from typing import Any
 import pytest
 
 from export.errors import ExportError
-from export.genai_config import genai_config, write_genai_folder
+from export.genai_config import genai_config, write_genai_files, write_genai_folder
+from runtime import Generator, SamplingParams
 from runtime.contract import Bundle
 from runtime.manifest import load_bundle
 
@@ -110,6 +114,47 @@ def test_what_the_engine_cannot_run_is_refused(bundle: Bundle) -> None:
     other = replace(bundle, target=replace(bundle.target, lowering="growing"))
     with pytest.raises(ExportError, match="has the lowering 'growing'; 'gqa' is expected"):
         genai_config(other)
+    inexact = replace(bundle, target=replace(bundle.target, min_rows=2))
+    with pytest.raises(
+        ExportError, match="is exact where passes are padded to 2 rows, and ONNX Runtime GenAI feeds what there is"
+    ):
+        genai_config(inexact)
+
+
+def test_a_bundle_is_a_folder_of_genai_once_its_files_are_written(bundle: Bundle, tmp_path: Path) -> None:
+    copy = shutil.copytree(bundle.folder, tmp_path / "bundle")
+    write_genai_files(load_bundle(copy))
+    assert (copy / "genai_config.json").read_text() == genai_config(bundle, num_draft_tokens=4)
+    assert "chat_template" in json.loads((copy / "tokenizer_config.json").read_text())
+    assert load_bundle(copy).target == bundle.target
+    alone = replace(load_bundle(copy), draft=None)
+    write_genai_files(alone)
+    assert (copy / "genai_config.json").read_text() == genai_config(bundle)
+    (copy / "genai_config.json").unlink()
+    with pytest.raises(ExportError, match="'gqa' is expected"):
+        write_genai_files(replace(alone, target=replace(alone.target, lowering="growing")))
+    assert not (copy / "genai_config.json").exists()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime_genai") is None, reason="needs ONNX Runtime GenAI: pip install '.[oracles]'"
+)
+def test_the_engine_runs_the_pair_in_the_bundles_folder(bundle: Bundle, tmp_path: Path) -> None:
+    folder = shutil.copytree(bundle.folder, tmp_path / "bundle")
+    write_genai_files(load_bundle(folder))
+    generator = Generator.from_bundle(folder)
+    prompts = [generator.prompt_tokens(text) for text in ("1 2 3 4", "What is 3 + 4?", "a b c a b c a b")]
+    ours = [generator.generate(prompt, SamplingParams(max_new_tokens=24)) for prompt in prompts]
+    # Its texts do not hold the token that ended them.
+    expected = [list(text.token_ids)[: -1 if text.finish_reason == "eos" else None] for text in ours]
+    job = {"folder": str(folder), "prompts": prompts, "max_new_tokens": 24, "rounds": None, "seeds": [0], "search_options": {}}
+    (tmp_path / "job.json").write_text(json.dumps(job | {"draft_options": {"max_draft_tokens": 4}}), encoding="utf-8")
+    command = [sys.executable, Path(__file__).parents[1] / "oracle_genai.py", tmp_path / "job.json", tmp_path / "result.json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert [tokens for tokens, _ in found] == expected
+    assert sum(sum(accepted) for _, accepted in found) > 0
 
 
 def test_folder_holds_the_pair_as_hard_links(bundle: Bundle, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from export.parity import TOLERANCE, Comparison, check_parity, exact_activations
 from export.source import Source
 from runtime.backend import Context
 from runtime.contract import DecoderSpec
-from runtime.ort_backend import OrtContext, OrtModel
+from runtime.ort.backend import OrtModel
+from runtime.ort.contexts import InPlaceContext
 
 STEPS = ["prefill", "one_token", "block", "rewind"]
 ROUNDING = ["rounded_weights", "rounded_weights_and_activations"]
@@ -92,7 +93,7 @@ def with_position_repeated(position: int) -> Callable[[onnx.ModelProto], None]:
     """From `position` on, each reads the rotary row before its own. (All rows moved alike would change nothing.)"""
 
     def change(model: onnx.ModelProto) -> None:
-        for name in ("rotary.cosine_table", "rotary.sine_table"):
+        for name in ("model.rotary_emb.cos_cache.kernel", "model.rotary_emb.sin_cache.kernel"):
             edit(model, name, lambda table: np.concatenate([table[:position], table[position - 1 : -1]]))
 
     return change
@@ -142,7 +143,7 @@ def test_figures_belong_to_the_damaged_one_of_two(
 class ForgetfulContext:
     """A cache that does not rewind: it goes on behind everything it was ever fed."""
 
-    def __init__(self, context: OrtContext) -> None:
+    def __init__(self, context: InPlaceContext) -> None:
         self._context, self._length = context, 0
 
     def run(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int) -> NDArray[np.float32]:
@@ -154,7 +155,7 @@ class ForgetfulContext:
 class StaleContext:
     """A cache that rewinds its length and never writes a slot twice: what was there before the rewind is read again."""
 
-    def __init__(self, context: OrtContext) -> None:
+    def __init__(self, context: InPlaceContext) -> None:
         self._context, self._length = context, 0
 
     def run(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int) -> NDArray[np.float32]:
@@ -175,7 +176,7 @@ def test_cache_that_does_not_rewind_is_refused(
     target_source: Source,
     probe: list[int],
     monkeypatch: pytest.MonkeyPatch,
-    wrapper: Callable[[OrtContext], Context],
+    wrapper: Callable[[InPlaceContext], Context],
 ):
     opened = OrtModel.open_context
     monkeypatch.setattr(OrtModel, "open_context", lambda self, capacity, rows: wrapper(opened(self, capacity + 64, rows)))

@@ -14,11 +14,11 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from runtime.contract import Bundle, DecoderSpec, GraphNames
+from runtime.contract import Bundle, DecoderSpec
 from runtime.decoder import Decoder
 from runtime.errors import BundleError, DeviceError
 from runtime.manifest import load_bundle
-from runtime.ort_backend import OrtBackend, OrtModel
+from runtime.ort.backend import OrtBackend, OrtModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,7 +56,7 @@ def run_python(code: str, *arguments: str | Path) -> str:
 
 
 def with_names(**names: str) -> Callable[[DecoderSpec], DecoderSpec]:
-    return lambda spec: dataclasses.replace(spec, names=GraphNames(**names))
+    return lambda spec: dataclasses.replace(spec, names=dataclasses.replace(spec.names, **names))
 
 
 def with_fields(**changes: object) -> Callable[[DecoderSpec], DecoderSpec]:
@@ -233,7 +233,7 @@ import sys
 import numpy as np
 from runtime.decoder import Decoder
 from runtime.manifest import load_bundle
-from runtime.ort_backend import OrtBackend
+from runtime.ort.backend import OrtBackend
 bundle = load_bundle(sys.argv[1])
 tokens = list(range(20, 50))
 results = []

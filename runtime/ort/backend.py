@@ -7,22 +7,22 @@ session stops its threads' spinning when a pass ends; or, where the process is o
 import os
 from pathlib import Path
 
-import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
-from .checks import is_whole
-from .contract import DecoderSpec
-from .errors import BundleError, DeviceError
+from runtime.checks import is_whole
+from runtime.contract import DecoderSpec
+from runtime.errors import BundleError, DeviceError, first_line
 
-_ALIGNMENT = 64
+from .contexts import InPlaceContext
+from .growing_context import GrowingContext
+
 _THREADS_PER_CORE = 8  # more only wait for each other
 
 
 class OrtBackend:
     """Loads decoders into ONNX Runtime sessions on the CPU."""
 
-    def __init__(self, *, threads: int | None = None, shared_thread_pool: bool = False) -> None:
+    def __init__(self, *, threads: int | None = None, shared_thread_pool: bool = False, exact_products: bool = False) -> None:
         """Prepares threads; no session is made yet.
 
         Args:
@@ -30,6 +30,8 @@ class OrtBackend:
             shared_thread_pool: Make ONNX Runtime's process-wide pool and use it for every decoder: about 5 % faster,
                 but ONNX Runtime then refuses any later session of this process that asks for threads of its own, which
                 is its default. For programs that make no sessions but ours.
+            exact_products: Leave activations as they are where a graph's weights are dequantised, for comparisons. ONNX
+                Runtime otherwise rounds them to int8, which is faster and gives a row the same bits in any pass.
 
         Raises:
             ValueError: Fewer than one thread, or many more than the machine has cores.
@@ -39,9 +41,10 @@ class OrtBackend:
             raise ValueError(f"threads is {threads!r:.80}; a number from 1 to {most} is expected, or None for all cores.")
         self._threads = threads or available_cores()
         self._shared = shared_thread_pool
+        self._exact_products = exact_products
         if not shared_thread_pool:
             self._pool = "from a pool of its own"
-        elif _create_process_pool(self._threads):
+        elif create_process_pool(self._threads):
             self._pool = "from the process's shared pool"
         else:
             self._pool = "or so from the process's shared pool, which was there already"
@@ -57,8 +60,8 @@ class OrtBackend:
                     "This process has ONNX Runtime's shared thread pool, which rules out pools of our own: pass "
                     "shared_thread_pool=True."
                 ) from error
-            raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {_first_line(error)}") from error
-        _check_interface(session, spec, path)
+            raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path}: {first_line(error)}") from error
+        check_interface(session, spec, path)
         return OrtModel(spec, session, f"ONNX Runtime {ort.__version__}, CPU, {self._threads} threads", self._pool)
 
     def _create_session(self, path: Path) -> ort.InferenceSession:
@@ -70,6 +73,8 @@ class OrtBackend:
             options.intra_op_num_threads = self._threads
             options.inter_op_num_threads = 1
             options.add_session_config_entry("session.force_spinning_stop", "1")
+        if self._exact_products:
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         # Its fall-back to another provider would try the same again and print a banner.
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
@@ -84,58 +89,18 @@ class OrtModel:
         self.description = f"{engine} {pool}"
         self._session = session
 
-    def open_context(self, capacity: int, max_rows: int) -> "OrtContext":
+    def open_context(self, capacity: int, max_rows: int) -> InPlaceContext | GrowingContext:
         """Allocates and binds caches; see Model.open_context."""
+        form = GrowingContext if self.spec.lowering == "growing" else InPlaceContext
         try:
-            return OrtContext(self.spec, self._session, capacity, max_rows)
+            return form(self.spec, self._session, capacity, max_rows)
         except MemoryError as error:
-            size = capacity * self.spec.cache_bytes_per_token + max_rows * self.spec.vocab_size * 4
+            slots = self.spec.cache_capacity or capacity
+            size = slots * self.spec.cache_bytes_per_token + max_rows * self.spec.vocab_size * 4
             raise DeviceError(
-                f"A cache of {capacity} tokens and {max_rows} rows of logits take {size / 1e9:.2f} GB, which this machine does "
+                f"A cache of {slots} tokens and {max_rows} rows of logits take {size / 1e9:.2f} GB, which this machine does "
                 "not have free: shorten the prompt or lower max_new_tokens."
             ) from error
-
-
-class OrtContext:
-    """One generation's buffers, bound to the session by address: only the small inputs are bound again at a pass."""
-
-    def __init__(self, spec: DecoderSpec, session: ort.InferenceSession, capacity: int, max_rows: int) -> None:
-        """Allocates float buffers of `capacity` tokens for each layer, and `max_rows` rows of logits."""
-        self._names = spec.names
-        self._session = session
-        self._token_ids = np.zeros(max_rows, np.int64)
-        self._attention_mask = np.ones(capacity, np.int64)
-        self._logits = np.empty((max_rows, spec.vocab_size), np.float32)
-        self._binding = session.io_binding()
-        shape = (1, spec.num_key_value_heads, capacity, spec.head_size)
-        self.caches = []
-        for past_name, present_name in spec.names.cache_pairs(spec.num_layers):
-            cache = _aligned_zeros(shape, np.dtype(spec.cache_dtype))
-            self.caches.append(cache)
-            self._binding.bind_input(past_name, "cpu", 0, cache.dtype.type, shape, cache.ctypes.data)
-            self._binding.bind_output(present_name, "cpu", 0, cache.dtype.type, shape, cache.ctypes.data)
-
-    def run(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int) -> NDArray[np.float32]:
-        """Runs the session once; see Context.run."""
-        rows = len(token_ids)
-        self._token_ids[:rows] = token_ids
-        bind_input = self._binding.bind_input
-        bind_input(self._names.input_ids, "cpu", 0, np.int64, (1, rows), self._token_ids.ctypes.data)
-        bind_input(self._names.attention_mask, "cpu", 0, np.int64, (1, past_length + rows), self._attention_mask.ctypes.data)
-        shape = (1, rows, self._logits.shape[1])
-        self._binding.bind_output(self._names.logits, "cpu", 0, np.float32, shape, self._logits.ctypes.data)
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # ONNX Runtime raises many classes, none of them public
-            raise DeviceError(
-                f"ONNX Runtime failed in a pass of {rows} rows behind {past_length} cached tokens: {_first_line(error)}"
-            ) from error
-        return self._logits[rows - num_rows : rows]
-
-    def copy_from(self, source: "OrtContext", length: int) -> None:
-        """Copies cached tokens; see Context.copy_from."""
-        for mine, theirs in zip(self.caches, source.caches, strict=True):
-            mine[:, :, :length] = theirs[:, :, :length]
 
 
 def available_cores() -> int:
@@ -145,25 +110,25 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _create_process_pool(threads: int) -> bool:
+def create_process_pool(threads: int) -> bool:
     """Makes ONNX Runtime's process-wide pool; False when the process has one already, of a size that cannot be told."""
     try:
         ort.set_global_thread_pool_sizes(threads, 1)
     except Exception as error:  # ONNX Runtime's own class is not public
         if "already been created" not in str(error):
-            raise DeviceError(f"ONNX Runtime could not make a shared thread pool: {_first_line(error)}") from error
+            raise DeviceError(f"ONNX Runtime could not make a shared thread pool: {first_line(error)}") from error
         return False
     return True
 
 
-def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, path: Path) -> None:
+def check_interface(session: ort.InferenceSession, spec: DecoderSpec, path: Path) -> None:
     """Refuses a graph whose inputs, outputs or widths are not those of the manifest."""
     names = spec.names
     pairs = list(names.cache_pairs(spec.num_layers))
-    expected_inputs = {names.input_ids, names.attention_mask, *(past for past, _ in pairs)}
+    expected_inputs = names.inputs(spec.num_layers)
     expected_outputs = {names.logits, *(present for _, present in pairs)}
     for kind, expected, found in (
-        ("inputs", expected_inputs, {value.name for value in session.get_inputs()}),
+        ("inputs", expected_inputs, {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}),
         ("outputs", expected_outputs, {value.name for value in session.get_outputs()}),
     ):
         if expected != found:
@@ -177,21 +142,15 @@ def _check_interface(session: ort.InferenceSession, spec: DecoderSpec, path: Pat
     expected_type = {"float32": "tensor(float)", "float16": "tensor(float16)"}[spec.cache_dtype]
     if found_type != expected_type:
         raise BundleError(f"{path} has caches of {found_type} and its manifest says {spec.cache_dtype}: export it again.")
-    _, heads, _, head_size = shapes[pairs[0][0]]
-    if (heads, head_size) != (spec.num_key_value_heads, spec.head_size):
+    # Widths that the graph leaves open are no numbers.
+    _, heads, slots, head_size = (width if isinstance(width, int) else None for width in shapes[pairs[0][0]])
+    if heads not in (None, spec.num_key_value_heads) or head_size not in (None, spec.head_size):
         raise BundleError(
             f"{path} has caches of {heads} heads of {head_size}, its manifest says {spec.num_key_value_heads} of "
             f"{spec.head_size}: export it again."
         )
-
-
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-    """Zeros at an address that vector instructions like, as ONNX Runtime's own allocator gives them."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    if slots != spec.cache_capacity:
+        raise BundleError(
+            f"{path} has caches of {slots or 'any number of'} slots, its manifest says {spec.cache_capacity or 'any number'}: "
+            "export it again."
+        )

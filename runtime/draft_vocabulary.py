@@ -1,0 +1,197 @@
+"""A draft whose vocabulary is not the target's: which tokens its logits stand for, and how it reads the target's.
+
+Two cases, one table. A head that was cut to the most frequent tokens reads the target's ids and gives fewer columns. A model
+with another tokenizer may propose the tokens that both spell alike, the rest having probability 0, and reads each target token
+as the tokens of its own that spell it (token-level intersection: Timor et al. 2025, "Accelerating LLM Inference with Lossless
+Speculative Decoding Algorithms for Heterogeneous Vocabularies"). Only the target decides, and the row a token was drawn from
+goes to the acceptance rule as it is; so the table decides how much is accepted, and never what is said.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .contract import DecoderSpec
+from .errors import BundleError
+
+DRAFT_VOCABULARY = "draft/vocabulary.npz"
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Spelling:
+    """The draft's tokens that each token of the target is read as.
+
+    Attributes:
+        offsets: int32 [target_vocab_size + 1]; token t is read as ids[offsets[t] : offsets[t + 1]], possibly none.
+        ids: int32 [offsets[-1]], ids of the draft.
+        prefix: int32 [any], ids the draft reads before every text: its own beginning-of-text where the target has none.
+    """
+
+    offsets: Ids
+    ids: Ids
+    prefix: Ids
+
+    @classmethod
+    def of(cls, spellings: Iterable[Sequence[int]], prefix: Sequence[int] = ()) -> "Spelling":
+        """Packs one run of draft ids for each target token, in order."""
+        runs = list(spellings)
+        offsets = np.cumsum([0, *map(len, runs)], dtype=np.int32)
+        return cls(offsets, np.array([token for run in runs for token in run], np.int32), np.array(prefix, np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocabulary:
+    """The translation between a target's tokens and its draft's.
+
+    Attributes:
+        target_vocab_size: Width of the target's rows of logits.
+        num_input_ids: The draft reads ids from 0 to this, exclusive.
+        to_target: int32 [draft's columns], the target token that a column stands for, -1 for none. No token comes twice.
+        spelling: How target tokens are read; None where the draft reads the target's own ids.
+
+    Raises:
+        ValueError: These do not fit each other.
+    """
+
+    target_vocab_size: int
+    num_input_ids: int
+    to_target: Ids
+    spelling: Spelling | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what contradicts itself."""
+        if problem := self._contradiction():
+            raise ValueError(problem)
+
+    @classmethod
+    def load(cls, file: Path) -> "DraftVocabulary":
+        """Reads a file that `save` wrote.
+
+        Raises:
+            BundleError: It cannot be read, or contradicts itself.
+        """
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                sizes = [int(_integers(arrays[name], 0)) for name in ("target_vocab_size", "num_input_ids")]
+                spelling = None
+                if "spelling_offsets" in arrays:
+                    names = ("spelling_offsets", "spelling_ids", "spelling_prefix")
+                    spelling = Spelling(*(_integers(arrays[name], 1) for name in names))
+                return cls(sizes[0], sizes[1], _integers(arrays["to_target"], 1), spelling)
+        except Exception as error:  # numpy, zipfile and zlib raise a dozen classes for damaged files
+            raise BundleError(f"The draft's vocabulary in {file} is damaged ({error}): export the bundle again.") from error
+
+    def save(self, file: Path) -> None:
+        """Writes it as arrays of numpy without pickles, the same bytes for the same table."""
+        arrays = {
+            "target_vocab_size": np.int32(self.target_vocab_size),
+            "num_input_ids": np.int32(self.num_input_ids),
+            "to_target": self.to_target,
+        }
+        if self.spelling is not None:
+            arrays["spelling_offsets"] = self.spelling.offsets
+            arrays["spelling_ids"] = self.spelling.ids
+            arrays["spelling_prefix"] = self.spelling.prefix
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take the names for options
+
+    @property
+    def description(self) -> str:
+        """What the draft can propose, and how it reads, for people."""
+        reading = "its own tokens" if self.spelling is not None else "the target's tokens"
+        return f"{int((self.to_target != -1).sum())} of {self.target_vocab_size} target tokens; reads {reading}"
+
+    def check_pair(self, target: DecoderSpec, draft: DecoderSpec) -> None:
+        """Raises BundleError where it is the vocabulary of other models than these."""
+        widths = (self.target_vocab_size, len(self.to_target))
+        if widths != (target.vocab_size, draft.vocab_size):
+            raise BundleError(
+                f"The draft's vocabulary is that of a pair with {widths[0]} and {widths[1]} logits a row, and target and draft "
+                f"give {target.vocab_size} and {draft.vocab_size}: it belongs to other models, export the bundle again."
+            )
+
+    def spell(self, token_ids: Sequence[int]) -> tuple[Ids, NDArray[np.int64]]:
+        """Translates target tokens to what the draft reads, `prefix` left out.
+
+        Returns:
+            int32 [n], ids of the draft; and int64 [len(token_ids)], how many of them stand before the end of each token.
+        """
+        tokens = np.asarray(token_ids, np.int32)
+        if self.spelling is None:
+            return tokens, np.arange(1, len(tokens) + 1)
+        begins = self.spelling.offsets[tokens]
+        lengths = self.spelling.offsets[tokens + 1] - begins
+        ends = np.cumsum(lengths, dtype=np.int64)
+        # The n-th id of the result is as far behind its token's first id in the table as it is here.
+        places = np.arange(lengths.sum()) + np.repeat(begins - (ends - lengths), lengths)
+        return self.spelling.ids[places], ends
+
+    def expand(self, logits: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
+        """Writes rows of the draft's logits as the target would have them, -inf where the draft has no such token.
+
+        Args:
+            logits: float32 [n, draft's columns].
+            rows: float32 [n, target_vocab_size], written whole.
+        """
+        for row, own in zip(rows, logits, strict=True):
+            # Clipping skips a check of every index; all are in range.
+            np.take(np.append(own, np.float32(-np.inf)), self._columns, mode="clip", out=row)
+
+    @cached_property
+    def _columns(self) -> NDArray[np.intp]:
+        """The draft's column for each of the target's tokens, or one behind the last for none."""
+        columns = np.full(self.target_vocab_size, len(self.to_target), np.intp)
+        (shared,) = np.nonzero(self.to_target != -1)
+        columns[self.to_target[shared]] = shared
+        return columns
+
+    def _contradiction(self) -> str:
+        """Returns what does not fit together, "" for nothing."""
+        shared = self.to_target[self.to_target != -1]
+        if not len(shared) or not _within(shared, self.target_vocab_size):
+            return f"its columns do not stand for tokens from 0 to {self.target_vocab_size - 1}"
+        if len(np.unique(shared)) < len(shared):
+            return "two columns stand for one token"
+        if self.spelling is None:
+            return ""
+        offsets, ids, prefix = self.spelling.offsets, self.spelling.ids, self.spelling.prefix
+        if len(offsets) != self.target_vocab_size + 1:
+            return f"{len(offsets) - 1} tokens are spelled where the target has {self.target_vocab_size}"
+        if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+            return f"the spellings do not follow each other from 0 to {len(ids)}"
+        if not _within(ids, self.num_input_ids) or not _within(prefix, self.num_input_ids):
+            return f"a token is spelled with an id that is not from 0 to {self.num_input_ids - 1}"
+        return ""
+
+
+def draft_length(num_tokens: int, vocabulary: DraftVocabulary | None) -> int:
+    """Returns how many ids of the draft to keep room for where a text has up to `num_tokens` tokens.
+
+    All tokens of the table count alike, which is more than a text takes: its frequent tokens are those spelled shortest. More
+    than two ids a token are not kept room for: where a text takes these, the draft has so few of its tokens that it is of no
+    use, and its context ends before the text does.
+
+    Args:
+        num_tokens: Tokens of the target.
+        vocabulary: The draft's; None where it is the target's.
+    """
+    spelling = None if vocabulary is None else vocabulary.spelling
+    if spelling is None:
+        return num_tokens
+    mean = len(spelling.ids) / (len(spelling.offsets) - 1)
+    return len(spelling.prefix) + ceil(num_tokens * min(max(mean, 1.0), 2.0))
+
+
+def _integers(array: NDArray[np.generic], dimensions: int) -> Ids:
+    if array.ndim != dimensions or array.dtype != np.int32:
+        raise ValueError(f"{array.ndim} dimensions of {array.dtype} where {dimensions} of int32 are expected")
+    return array  # type: ignore[return-value]  # just checked
+
+
+def _within(ids: Ids, end: int) -> bool:
+    return not len(ids) or bool(ids.min() >= 0 and ids.max() < end)
