@@ -1,0 +1,120 @@
+"""All engines of a bundle for one GPU: built in a folder beside the goal, which appears whole or not at all."""
+
+import functools
+import hashlib
+import shutil
+import threading
+from collections.abc import Callable
+
+from runtime.contract import Bundle, DecoderSpec
+from runtime.decoder import context_size
+from runtime.draft_policy import MAX_NUM_DRAFT_TOKENS
+from runtime.errors import BundleError
+
+from .build import BuildOptions, BuiltEngine, build_engine
+from .profiles import Profile, check_lowering, in_steps, plan_profiles, slots_needed
+from .sidecar import EngineRecord, engine_path, engines_folder, graph_hashes
+from .trt_module import TensorRTModule, format_capability
+
+# A decoder's name, how much of its build is done, and the part at hand.
+BundleReport = Callable[[str, float, str], None]
+
+# A draft's step is one token, or two behind a round whose proposal was accepted whole. TensorRT-RTX 1.7 has fused attention for
+# two rows, and none for exactly one.
+_DRAFT_STEP_ROWS = 2
+
+
+def build_bundle_engines(
+    bundle: Bundle,
+    tensorrt: TensorRTModule,
+    compute_capability: tuple[int, int],
+    *,
+    num_draft_tokens: int,
+    max_rows: int | None = None,
+    options: BuildOptions,
+    report: BundleReport,
+    stop: threading.Event,
+) -> dict[str, EngineRecord]:
+    """Builds and writes the engines of a target and a draft.
+
+    Args:
+        bundle: The bundle; its `engines` folder is written.
+        tensorrt: What builds them.
+        compute_capability: Of the GPU that will run them.
+        num_draft_tokens: The most tokens a round will propose for the price of one step of the target.
+        max_rows: The most rows of a pass; None for what the runtime asks for.
+        options: Further choices.
+        report: Told of progress.
+        stop: See build_engine.
+
+    Returns:
+        Each decoder's record.
+
+    Raises:
+        BundleError: A graph's lowering is not one that this TensorRT takes, or as build_engine raises.
+        DeviceError: As build_engine raises.
+        ValueError: Numbers of rows that do not fit each other.
+    """
+    decoders = {"target": bundle.target} | ({} if bundle.draft is None else {"draft": bundle.draft})
+    # Only the target decides what is said, so only its verifications must be one step.
+    steps = {"target": num_draft_tokens + 1, "draft": _DRAFT_STEP_ROWS}
+    planned = {}
+    for name, spec in decoders.items():
+        check_lowering(spec, tensorrt.lowerings, tensorrt.title)
+        planned[name] = _plan(spec, steps[name], num_draft_tokens, max_rows)
+    out = engines_folder(bundle.folder, tensorrt, compute_capability)
+    staging = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        records = {}
+        for name, spec in decoders.items():
+            profiles = planned[name]
+            graph, told = bundle.folder / spec.graph[0].path, functools.partial(report, name)
+            built = build_engine(tensorrt, spec, graph, compute_capability, profiles, options, told, stop)
+            records[name] = _record_of(built, tensorrt, compute_capability, spec, profiles)
+            engine = engine_path(staging, spec)
+            engine.parent.mkdir(parents=True, exist_ok=True)
+            engine.write_bytes(built.plan)
+            records[name].save(engine)
+        shutil.rmtree(out, ignore_errors=True)
+        staging.rename(out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return records
+
+
+def _plan(spec: DecoderSpec, fixed_rows: int, num_draft_tokens: int, max_rows: int | None) -> tuple[Profile, ...]:
+    """Returns a decoder's profiles, whose longest pass is a multiple of a step, as the runtime pads it."""
+    assert spec.cache_capacity is not None  # check_lowering has looked
+    if spec.cache_capacity < (needed := slots_needed(spec, fixed_rows)):
+        raise BundleError(
+            f"The graph of {spec.source} has caches of {spec.cache_capacity} slots, and a context of {spec.context_length} "
+            f"tokens in steps of {fixed_rows} rows needs {needed}: build with a smaller --num-draft-tokens, or export it anew."
+        )
+    stepped = in_steps(spec, fixed_rows)
+    rows = max_rows or context_size(stepped, spec.context_length, MAX_NUM_DRAFT_TOKENS + 1)[1]
+    return plan_profiles(fixed_rows, num_draft_tokens, stepped.rows_of_pass(min(rows, spec.context_length)))
+
+
+def _record_of(
+    built: BuiltEngine,
+    tensorrt: TensorRTModule,
+    compute_capability: tuple[int, int],
+    spec: DecoderSpec,
+    profiles: tuple[Profile, ...],
+) -> EngineRecord:
+    assert spec.cache_capacity is not None  # check_lowering has looked
+    return EngineRecord(
+        module=tensorrt.name,
+        version=tensorrt.version,
+        compute_capability=format_capability(compute_capability),
+        graph=graph_hashes(spec),
+        capacity=spec.cache_capacity,
+        profiles=profiles,
+        flags=built.flags,
+        build_seconds=round(built.build_seconds, 1),
+        peak_memory=built.peak_memory,
+        size=len(built.plan),
+        sha256=hashlib.sha256(built.plan).hexdigest(),
+    )

@@ -1,0 +1,140 @@
+"""Which sizes of passes an engine is made for, and the shapes of its inputs for each of them.
+
+TensorRT picks its kernels for a profile, a range of shapes. Passes of other profiles may round otherwise, so what a text's
+bits depend on is which profile its rows are computed in. The first profile therefore has one size only, `fixed_rows`, and every
+row whose logits are asked for is computed in it: a plain step and the verification of a proposal are the same step, or several
+of them where the proposal is long, padded where it is short. Its launches can be kept as a CUDA graph.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from runtime.contract import DecoderSpec
+from runtime.errors import BundleError
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A range of rows in one pass.
+
+    Attributes:
+        name: "fixed", "short" or "prefill".
+        min_rows: The fewest.
+        opt_rows: What kernels are chosen for.
+        max_rows: The most.
+    """
+
+    name: str
+    min_rows: int
+    opt_rows: int
+    max_rows: int
+
+    def __str__(self) -> str:
+        """Returns "8", or "1 to 170"."""
+        return str(self.max_rows) if self.is_fixed else f"{self.min_rows} to {self.max_rows}"
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every pass of this profile has the same number of rows."""
+        return self.min_rows == self.max_rows
+
+
+def plan_profiles(fixed_rows: int, num_draft_tokens: int, max_rows: int) -> tuple[Profile, ...]:
+    """Returns an engine's profiles, from few rows to many.
+
+    Args:
+        fixed_rows: Rows of a step: num_draft_tokens + 1 for a target, so that most verifications are one; few for a draft.
+        num_draft_tokens: One less than the rows of such a verification.
+        max_rows: The most rows of a pass, so the size of a prompt's pieces.
+
+    Raises:
+        ValueError: A number below 1, or fixed_rows or a verification above max_rows.
+    """
+    verified = num_draft_tokens + 1
+    if not 1 <= fixed_rows <= max_rows or not 1 <= num_draft_tokens < max_rows:
+        raise ValueError(
+            f"Passes of up to {max_rows} rows cannot hold steps of {fixed_rows} rows and the {verified} rows that verify "
+            f"{num_draft_tokens} tokens: at least 1 draft token, and as many rows as these need, are expected."
+        )
+    profiles = [Profile("fixed", fixed_rows, fixed_rows, fixed_rows)]
+    if fixed_rows < verified < max_rows:
+        profiles.append(Profile("short", 1, verified, verified))
+    if fixed_rows < max_rows:
+        profiles.append(Profile("prefill", 1, max_rows, max_rows))
+    return tuple(profiles)
+
+
+def choose_profile(profiles: tuple[Profile, ...], rows: int) -> int:
+    """Returns the index of the first profile that holds a pass of so many rows."""
+    return next(index for index, profile in enumerate(profiles) if profile.min_rows <= rows <= profile.max_rows)
+
+
+def in_steps(spec: DecoderSpec, fixed_rows: int) -> DecoderSpec:
+    """Returns a decoder as an engine with such steps computes it: what the manifest says of rows was measured elsewhere."""
+    return dataclasses.replace(spec, min_rows=fixed_rows, row_multiple=fixed_rows)
+
+
+def slots_needed(spec: DecoderSpec, fixed_rows: int) -> int:
+    """Returns the slots of a cache that holds a full context and the padding of its last step."""
+    return spec.context_length + in_steps(spec, fixed_rows).most_padding + spec.spare_slots
+
+
+def cut_pass(rows: int, num_rows: int, fixed_rows: int) -> Iterator[tuple[int, int]]:
+    """Cuts a pass so that the rows whose logits are wanted are computed in steps.
+
+    Where the pass is a multiple of a step, as `in_steps` has it padded, all of them are. Otherwise the odd rows stand in front.
+
+    Args:
+        rows: Of the pass.
+        num_rows: How many logits are wanted, those of the last rows.
+        fixed_rows: Of a step.
+
+    Yields:
+        (begin, end) of each piece, in order: what stands before the steps, if anything, and each step.
+    """
+    steps = min(-(-num_rows // fixed_rows), rows // fixed_rows)
+    begin = rows - steps * fixed_rows
+    if begin:
+        yield 0, begin
+    yield from itertools.pairwise(range(begin, rows + 1, fixed_rows))
+
+
+def input_shapes(spec: DecoderSpec, rows: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every input in a pass.
+
+    Args:
+        spec: The decoder; its graph has passed check_lowering.
+        rows: Tokens of the pass.
+    """
+    names = spec.names
+    assert names.past_length is not None
+    assert spec.cache_capacity is not None
+    cache = (1, spec.num_key_value_heads, spec.cache_capacity, spec.head_size)
+    shapes: dict[str, tuple[int, ...]] = {names.input_ids: (1, rows), names.past_length: (1,)}
+    return shapes | {past: cache for past, _ in names.cache_pairs(spec.num_layers)}
+
+
+def check_lowering(spec: DecoderSpec, supported: tuple[str, ...], title: str) -> None:
+    """Refuses a decoder whose graph is of a form that TensorRT cannot build.
+
+    Args:
+        spec: The decoder.
+        supported: The lowerings that will do, best first.
+        title: "TensorRT 10.3.0", for instance.
+
+    Raises:
+        BundleError: Another lowering, which the sentence has the command for; or a manifest without the sizes that such a graph
+            fixes.
+    """
+    if spec.lowering not in supported:
+        raise BundleError(
+            f"The graph of {spec.source} has the lowering '{spec.lowering}', and {title} takes {' or '.join(supported)}: "
+            f"export it anew, python scripts/export.py --target {spec.source} --lowering {supported[0]} --out NEW_BUNDLE"
+        )
+    if spec.cache_capacity is None or spec.names.past_length is None:
+        raise BundleError(
+            f"The manifest of {spec.source} has no cache_capacity or no past_length, which a graph of the lowering "
+            f"'{spec.lowering}' needs: it is damaged, or written by hand; export again."
+        )
