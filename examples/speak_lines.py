@@ -11,6 +11,7 @@ It needs the runtime alone: pip install -e ".[cpu]".
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -144,8 +145,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens of the conversation (default 1024)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="of an answer (default 128)")
-    parser.add_argument("--memory-gb", type=float, metavar="GB", help="refuse to start where more would be taken")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--memory-gb", type=float, metavar="GB", help="refuse to start where more would be taken (default: what is free)"
+    )
+    parsed = parser.parse_args(arguments)
+    if parsed.memory_gb is not None and not 0 < parsed.memory_gb < math.inf:
+        parser.error(f"--memory-gb is {parsed.memory_gb}; a number above 0 is expected")
+    if not parsed.state.parent.is_dir():
+        parser.error(f"--state {parsed.state} cannot be written: there is no folder {parsed.state.parent}")
+    return parsed
 
 
 def main() -> int:
@@ -162,6 +170,7 @@ def main() -> int:
         speaker = Speaker(generator, conversation, max_length, params)
         signal.signal(signal.SIGTERM, speaker.stop)
         signal.signal(signal.SIGINT, speaker.stop)
+        sys.stdin.reconfigure(errors="replace")  # what is no UTF-8 must not end the program
         speaker.speak(sys.stdin)
     except (SpecError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -99,6 +99,8 @@ def export_bundle(
             report(f"the draft has a vocabulary of its own: it can propose {shared.description}", 0, 0)
         draft_tokens = DraftTokens(theirs, shared, draft_vocab, counted)
     _check_roles(roles, cuts_head=draft_vocab is not None)
+    if emit_genai_config:
+        _check_genai(roles, draft_tokens)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _check_disk(out, roles)
@@ -164,6 +166,21 @@ def _check_roles(roles: list[Role], *, cuts_head: bool) -> None:
     if not rounded_further and not cuts_head:
         raise ExportError(
             f"--draft self in {draft.precision} would be the target itself: pass a lower --draft-precision, or no draft."
+        )
+
+
+def _check_genai(roles: list[Role], draft_tokens: DraftTokens | None) -> None:
+    """Refuses before the work what ONNX Runtime GenAI could not run behind it."""
+    for role in roles:
+        if role.lowering != "gqa" or (role.precision in BITS and role.block_size > BLOCK_SIZE):
+            raise ExportError(
+                f"--emit-genai-config needs the lowering gqa and blocks of {BLOCK_SIZE} weights, and the {role.name} would "
+                f"have {role.lowering} and {role.block_size}: leave --lowering and the block sizes out."
+            )
+    if draft_tokens is not None and (draft_tokens.shared is not None or draft_tokens.num_head_tokens is not None):
+        raise ExportError(
+            "--emit-genai-config is for pairs with one vocabulary, which ONNX Runtime GenAI needs, and this draft would have "
+            "one of its own: leave --draft-vocab out, or take a draft of the same family."
         )
 
 

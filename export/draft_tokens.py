@@ -18,6 +18,7 @@ from .target_samples import sample_tokens
 from .tokenizer import TokenizerAssets
 
 _SMALLEST_HEAD = 64
+_FEWEST_COUNTED = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class DraftTokens:
             tokenizer: The target's.
             folder: Where both lie.
             report: Told how far the target is with its texts.
+
+        Raises:
+            ExportError: The text is too short to tell.
         """
         if self.num_head_tokens is None:
             return None
@@ -55,6 +59,11 @@ class DraftTokens:
             sampled = sample_tokens(target, tokenizer, folder, lambda done, total: report(title, done, total))
             text = Tokenizer.from_file(str(folder / tokenizer.file.path)).decode(sampled)
         ids = Tokenizer.from_str(self.assets.tokenizer_json).encode(text, add_special_tokens=False).ids
+        if len(ids) < _FEWEST_COUNTED:
+            raise ExportError(
+                f"The text to count tokens in has {len(ids)} of them; at least {_FEWEST_COUNTED} are needed to tell which are "
+                "frequent: give a longer one with --draft-vocab-text."
+            )
         return most_frequent_tokens(
             ids, self.num_head_tokens, vocab_size=len(self.assets.tokens), always=self.assets.eos_token_ids
         )

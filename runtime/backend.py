@@ -114,6 +114,8 @@ def device_number(device: str) -> int:
     Raises:
         DeviceError: What stands there is no number.
     """
+    if not isinstance(device, str):
+        raise DeviceError(f"The device is {device!r:.80}; a name such as 'cpu' is expected.")
     kind, colon, number = device.partition(":")
     if colon and not (number.isascii() and number.isdecimal()):
         raise DeviceError(f"The device is '{device}'; '{kind}' or, for the second GPU, '{kind}:1' is expected.")

@@ -85,7 +85,8 @@ class DraftVocabulary:
                     spelling = Spelling(*(_integers(arrays[name], 1) for name in names))
                 return cls(sizes[0], sizes[1], _integers(arrays["to_target"], 1), spelling)
         except Exception as error:  # numpy, zipfile and zlib raise a dozen classes for damaged files
-            raise BundleError(f"The draft's vocabulary in {file} is damaged ({error}): export the bundle again.") from error
+            reason = "it is no archive of arrays" if "pickle" in str(error) else error  # numpy's advice would be to trust it
+            raise BundleError(f"The draft's vocabulary in {file} is damaged ({reason}): export the bundle again.") from error
 
     def save(self, file: Path) -> None:
         """Writes it as arrays of numpy without pickles, the same bytes for the same table."""

@@ -27,7 +27,7 @@ _RANGES = {
     "num_key_value_heads": (1, 10_000),
     "head_size": (1, 100_000),
     "vocab_size": (1, 100_000_000),
-    "context_length": (1, 1_000_000_000),
+    "context_length": (2, 1_000_000_000),
     "min_rows": (1, 1024),
     "row_multiple": (1, 1024),
     "spare_slots": (0, 1024),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bench_setup import Comparison, Question
 
 EXAMPLES = """examples:
-  # our drafters against plain decoding, on six kinds of prompts
+  # our drafters against plain decoding, on seven kinds of prompts
   python scripts/bench.py bundles/smollm2
 
   # with other engines: ONNX Runtime GenAI on the bundle's own graphs, llama.cpp on the GGUF file they came from
@@ -34,7 +34,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text file, one prompt a line (default: six kinds)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text file, one prompt a line (default: seven kinds)")
     parser.add_argument("--raw", action="store_true", help="do not put the file's prompts into the model's chat template")
     parser.add_argument("--drafters", metavar="A,B", help="default auto,model,hybrid,lookup; without a draft auto,lookup")
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", metavar="K", help="default: each drafter's own; genai 4")

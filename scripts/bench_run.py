@@ -18,9 +18,40 @@ def subtract(a, b):
 def multiply(a, b):
     return a * b
 """
+# As long as what people have edited, for an answer that copies most of it.
+FILE = '''class Basket:
+    """What somebody is about to buy."""
+
+    def __init__(self, currency: str) -> None:
+        self.currency = currency
+        self.items: dict[str, tuple[int, float]] = {}
+
+    def add(self, name: str, price: float, count: int = 1) -> None:
+        if price < 0 or count < 1:
+            raise ValueError(f"{count} of {name} at {price} cannot be bought")
+        known, _ = self.items.get(name, (0, price))
+        self.items[name] = (known + count, price)
+
+    def remove(self, name: str) -> None:
+        if name not in self.items:
+            raise KeyError(f"{name} is not in the basket")
+        del self.items[name]
+
+    def total(self) -> float:
+        result = 0.0
+        for count, price in self.items.values():
+            result += count * price
+        return round(result, 2)
+
+    def describe(self) -> str:
+        lines = [f"{count} x {name}: {count * price:.2f}" for name, (count, price) in self.items.items()]
+        lines.append(f"total: {self.total():.2f} {self.currency}")
+        return "\\n".join(lines)
+'''
 CHAT_PROMPTS = {
     "function": "Write a Python function that checks whether a number is prime.",
     "edit given code": f"Add type hints to all functions. Answer with the whole code only.\n\n{CODE}",
+    "edit a file": f"Rename the method total to sum_of_prices everywhere. Answer with the whole code only.\n\n{FILE}",
     "story": "Tell me a short story about a lighthouse keeper.",
     "list": "List the months of the year with their number of days.",
     "explain": "Explain how tides work.",

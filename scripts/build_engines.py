@@ -2,6 +2,7 @@
 """Build TensorRT engines of a bundle: for the GPU of this machine, or, with TensorRT-RTX, for one that is not here."""
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -70,8 +71,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--compute-capability is '{parsed.compute_capability}'; numbers such as 86,89,120 are expected")
     if not 1 <= parsed.num_draft_tokens <= _MOST_DRAFT_TOKENS:
         parser.error(f"--num-draft-tokens is {parsed.num_draft_tokens}; 1 to {_MOST_DRAFT_TOKENS} are expected")
-    if parsed.workspace_gb is not None and not parsed.workspace_gb > 0:
-        parser.error(f"--workspace-gb is {parsed.workspace_gb}; more than 0 is expected")
+    if parsed.workspace_gb is not None and not 0 < parsed.workspace_gb < math.inf:
+        parser.error(f"--workspace-gb is {parsed.workspace_gb}; a number above 0 is expected")
+    if parsed.max_rows is not None and parsed.max_rows < 1:
+        parser.error(f"--max-rows is {parsed.max_rows}; at least 1 is expected")
     return parsed
 
 

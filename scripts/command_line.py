@@ -81,6 +81,16 @@ def read_prompts(path: Path) -> dict[str, str]:
     return {f"prompt {number}": prompt for number, prompt in enumerate(prompts, start=1)}
 
 
+def check_folder_of(file: Path | None) -> None:
+    """Refuses, before minutes of work, a file that cannot be written behind them; None is no file.
+
+    Raises:
+        ValueError: Its folder is not there, or it is a folder itself.
+    """
+    if file is not None and (not file.parent.is_dir() or file.is_dir()):
+        raise ValueError(f"{file} cannot be written: {'it is a folder' if file.is_dir() else f'there is no {file.parent}'}.")
+
+
 def _terminate(_number: int, _frame: object) -> NoReturn:
     raise Terminated
 

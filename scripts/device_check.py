@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from command_line import new_parser, run
+from command_line import check_folder_of, new_parser, run
 
 EXAMPLES = """examples:
   # everything this machine has, on a tiny pair that is exported first, in every lowering (needs the extra "export")
@@ -40,12 +41,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: all cores)")
     parser.add_argument("--seconds", type=float, default=300, help="begin nothing new after so long (default 300)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.max_new_tokens < 1 or min(parsed.num_draft_tokens) < 1:
+        parser.error("--max-new-tokens and --num-draft-tokens are at least 1")
+    if not 0 < parsed.seconds < math.inf:
+        parser.error(f"--seconds is {parsed.seconds}; a number above 0 is expected")
+    known = _present_devices()
+    if unknown := [device for device in parsed.device or () if device.partition(":")[0] not in known]:
+        parser.error(f"the device '{unknown[0]}' is unknown; this installation has {', '.join(known)}")
+    return parsed
 
 
 def main() -> int:
     """Checks; returns the exit status."""
     arguments = parse_arguments()
+    check_folder_of(arguments.out)
 
     from runtime.cuda_driver import probe_cuda_driver
 

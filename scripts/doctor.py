@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--device",
         action="append",
-        choices=["cpu", "cuda", "tensorrt"],
+        choices=["cpu", "cuda", "tensorrt", "tensorrt-rtx"],
         help="what must work; may be repeated (default: whatever is installed)",
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as one JSON object")
@@ -53,8 +53,9 @@ def main() -> int:
 
     facts = gather_facts(arguments.bundle)
     findings = [*examine(facts), *(engine_findings(arguments.bundle, facts) if arguments.bundle is not None else ())]
-    asked = tuple(arguments.device or devices_asked_for(facts))
-    failed = failures(findings, facts, arguments.device or ())
+    named = tuple(dict.fromkeys(device.removesuffix("-rtx") for device in arguments.device or ()))
+    asked = named or devices_asked_for(facts)
+    failed = failures(findings, facts, named)
     if arguments.json:
         document = {"asked": asked, "failed": len(failed), "findings": [asdict(finding) for finding in findings]}
         print(json.dumps({**document, "facts": asdict(facts)}, indent=2))

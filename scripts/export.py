@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   python scripts/export.py --target ./my-model --out bundles/my-model --precision int4 --max-length 2048
 
   # a draft that proposes the 32768 most frequent tokens only, its weights in larger blocks: a third cheaper
-  python scripts/export.py --target qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --out bundles/qwen \
+  python scripts/export.py --target qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --out bundles/qwen \\
       --precision int4 --draft-vocab 32768 --draft-block-size 128
 
   # a graph that is there already: a folder of optimum, onnx-community or onnxruntime-genai, or one .onnx file in it

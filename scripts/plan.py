@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import new_parser, read_prompts, require, run
+from command_line import check_folder_of, new_parser, read_prompts, require, run
 
 if TYPE_CHECKING:
     from runtime.pass_costs import PassCosts
@@ -63,6 +63,7 @@ def main() -> int:
 
     prompts = PROMPTS if arguments.prompts is None else read_prompts(arguments.prompts)
     require(*([] if arguments.plot is None else ["matplotlib"]))
+    check_folder_of(arguments.plot)
     bundle = load_bundle(arguments.bundle)
     generator = Generator.from_bundle(
         arguments.bundle,

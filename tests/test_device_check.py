@@ -147,6 +147,25 @@ def test_fixed_rows_hold_for_a_model_that_depends_on_their_number_only(worker: M
     assert worker.measure_row_equality(RowDependent(model, "rows"), tokens * 2) is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--device", "foo"), "the device 'foo' is unknown; this installation has cpu, cuda"),
+        (("--seconds", "nan"), "--seconds is nan; a number above 0 is expected"),
+        (("--num-draft-tokens", 0), "--max-new-tokens and --num-draft-tokens are at least 1"),
+        (
+            ("--device", "cpu", "--out", "no-such-folder/x.json"),
+            "no-such-folder/x.json cannot be written: there is no no-such-folder",
+        ),
+    ],
+)
+def test_odd_options_are_refused_before_the_work(arguments: tuple[object, ...], sentence: str):
+    done = call(*arguments)
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_teaches_by_example():
     done = call("--help")
     assert done.returncode == 0

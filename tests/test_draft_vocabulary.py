@@ -148,7 +148,7 @@ CONTRADICTIONS = {
     "a prefix the draft does not read": ({"spelling_prefix": ids(5)}, "an id that is not from 0 to 4"),
     "fractions": ({"to_target": np.ones(5, np.float32)}, "1 dimensions of float32 where 1 of int32"),
     "a matrix": ({"to_target": np.ones((1, 5), np.int32)}, "2 dimensions of int32 where 1 of int32"),
-    "objects": ({"to_target": np.array([None, {}])}, "allow_pickle=False"),
+    "objects": ({"to_target": np.array([None, {}])}, "it is no archive of arrays"),
     "no columns": ({"to_target": None}, "to_target is not a file in the archive"),
     "half a spelling": ({"spelling_ids": None}, "spelling_ids is not a file in the archive"),
 }

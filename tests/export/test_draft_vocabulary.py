@@ -262,3 +262,19 @@ def test_a_draft_with_another_tokenizer_can_be_cut_too(
     for prompt in ("She put the red cup", "The children went to"):
         plain = generator.generate(prompt, PARAMS["greedy"], drafter="off")
         assert generator.generate(prompt, PARAMS["greedy"]).token_ids == plain.token_ids
+
+
+def test_a_text_too_short_to_count_in_is_refused(tiny_draft: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n", encoding="utf-8")
+    with pytest.raises(ExportError, match=r"has \d of them; at least 8 are needed to tell which are frequent"):
+        export_bundle(str(tiny_draft), "self", tmp_path / "b", draft_vocab=100, draft_vocab_text=tmp_path / "text.txt")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("options", [{"draft_vocab": 100}, {"draft_block_size": 64}, {"lowering": "static"}], ids=str)
+def test_what_genai_cannot_run_is_refused_before_the_work(
+    tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    monkeypatch.setattr("export.decoders.build_base_graph", lambda _: pytest.fail("work began"))
+    with pytest.raises(ExportError, match="--emit-genai-config"):
+        export_bundle(str(tiny_draft), "self", tmp_path / "b", emit_genai_config=True, **options)
