@@ -46,7 +46,7 @@ def test_help_teaches_by_example() -> None:
         (["--device", "gpu"], "cuda, or cuda:1 for the second GPU, is expected"),
         (["--num-draft-tokens", "0"], "1 to 15 are expected"),
         (["--num-draft-tokens", "16"], "1 to 15 are expected"),
-        (["--workspace-gb", "nan"], "more than 0 is expected"),
+        (["--workspace-gb", "nan"], "a number above 0 is expected"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: list[str], sentence: str) -> None:
