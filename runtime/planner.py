@@ -112,10 +112,12 @@ def plan_prompts(
         if generator.draft is not None:
             drafted, played = run(prompt, Setting("model", MAX_DRAFT_TOKENS))
             rounds |= model_rounds(chosen_alike(played), len(drafted.token_ids))
-        predicted = {OFF: 1 / (costs.target(1) + costs.round_seconds)}
-        predicted |= {
-            setting: speed for setting, played in rounds.items() if (speed := predicted_speed(costs, setting, played))
-        }
+        # The plain text was just run: what slows it beside its passes' least cost slows the others as much.
+        slowdown = plain.stats.decode_tokens_per_second * (costs.target(1) + costs.round_seconds) or 1.0
+        predicted = {OFF: slowdown / (costs.target(1) + costs.round_seconds)}
+        for setting, played in rounds.items():
+            if (speed := predicted_speed(costs, setting, played)) is not None:
+                predicted[setting] = slowdown * speed
         best = max(predicted, key=lambda setting: predicted[setting])
         fast, off = run(prompt, best)[0], run(prompt, OFF)[0]
         acceptance = {
