@@ -131,7 +131,8 @@ def check_lowering(spec: DecoderSpec, supported: tuple[str, ...], title: str) ->
     if spec.lowering not in supported:
         raise BundleError(
             f"The graph of {spec.source} has the lowering '{spec.lowering}', and {title} takes {' or '.join(supported)}: "
-            f"export it anew, python scripts/export.py --target {spec.source} --lowering {supported[0]} --out NEW_BUNDLE"
+            f"export it anew, python scripts/export.py --target {spec.source} --lowering {supported[0]} --out NEW_BUNDLE, with "
+            "--draft and whatever else it was exported with"
         )
     if spec.cache_capacity is None or spec.names.past_length is None:
         raise BundleError(

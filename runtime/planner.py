@@ -24,6 +24,7 @@ WORTH = 1.05  # a smaller gain is not worth the memory
 _STEPS_A_PROMPT = 3  # plain, the best setting, and plain again
 _ROWS = range(1, MAX_DRAFT_TOKENS + 2)
 _REPETITIONS = 5
+_STEADY = 0.2  # of a logarithm
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,13 @@ class PromptPlan:
 
     @property
     def measured_gain(self) -> float:
-        """The same as measured."""
-        return self.measured / self.measured_off
+        """The same as measured; plain decoding gains nothing over itself, whatever else the machine did meanwhile."""
+        return 1.0 if self.best == OFF else self.measured / self.measured_off
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether plain decoding took about as long at the end as at the beginning, so that figures can be believed."""
+        return abs(math.log(self.measured_off / self.predicted[OFF])) < _STEADY
 
 
 def plan_steps(generator: Generator, num_prompts: int) -> int:

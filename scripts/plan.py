@@ -85,6 +85,8 @@ def main() -> int:
     firsts = [plan.acceptance["model"][0] for plan in plans.values() if plan.acceptance.get("model")]
     prior = sum(firsts) / len(firsts) if firsts else None
     advice = advise(plans)
+    if unsteady := [kind for kind, plan in plans.items() if not plan.is_steady]:
+        print(f"\nnote: plain decoding changed its speed meanwhile ({', '.join(unsteady)}): measure when nothing else runs")
     predicted = {kind: {str(setting): speed for setting, speed in plan.predicted.items()} for kind, plan in plans.items()}
     Plan(generator.machine(), files_of(bundle), costs, prior, advice, predicted).save(arguments.bundle)
     print(f"\n{advice}\nKept in {arguments.bundle / 'plan.json'}; loading the bundle on this machine uses it.")

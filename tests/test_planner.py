@@ -105,6 +105,14 @@ def test_it_says_what_pays_most() -> None:
     assert "code: lookup, K = 3 (1.60 times); story: model, K = 2 (1.10 times)" in sentence
 
 
+def test_plain_decoding_gains_nothing_over_itself_and_an_unsteady_machine_is_seen() -> None:
+    plan = PromptPlan({}, {OFF: 10.0}, OFF, 30.0, 10.0)
+    assert plan.measured_gain == 1.0
+    assert plan.is_steady
+    assert not replace(plan, measured_off=13.0).is_steady
+    assert not replace(plan, measured_off=7.0).is_steady
+
+
 def test_one_setting_for_all_counts_kinds_that_lack_it_as_no_gain() -> None:
     plans = {
         "a": plan_of(1, Setting("model", 2), 1.3),
