@@ -94,7 +94,7 @@ class TensorRTModel:
             with self._lock:
                 return TensorRTContext(self, max_rows)
         except DeviceError as error:
-            size = self.record.capacity * self.spec.cache_bytes_per_token + max_rows * self.spec.vocab_size * 4
+            size = self.spec.context_bytes(self.record.capacity, max_rows)
             raise DeviceError(
                 f"A cache of {self.record.capacity} tokens, {max_rows} rows of logits ({size / 1e9:.2f} GB) and TensorRT's own "
                 f"memory could not be taken on {self.engine} ({error}): close other generations, or export the bundle for "

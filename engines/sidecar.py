@@ -4,13 +4,12 @@ An engine belongs to one version of TensorRT, one GPU architecture and one graph
 engine that does not fit is refused with the reason and the command that builds it anew.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from runtime.contract import DecoderSpec
+from runtime.contract import DecoderSpec, file_sha256
 from runtime.errors import BundleError
 
 from .profiles import Profile, slots_needed
@@ -154,12 +153,3 @@ def graph_hashes(spec: DecoderSpec) -> dict[str, str]:
 def rebuild_command(bundle: Path, tensorrt: TensorRTModule) -> str:
     """Returns the command that builds a bundle's engines on this machine."""
     return f"python scripts/build_engines.py {bundle} --module {tensorrt.name}"
-
-
-def file_sha256(file: Path) -> str:
-    """Returns a file's SHA-256 in hex."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

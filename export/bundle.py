@@ -12,7 +12,16 @@ from runtime.contract import Bundle, FileRecord, TokenizerSpec
 from runtime.draft_vocabulary import DRAFT_VOCABULARY
 from runtime.manifest import save_bundle
 
-from .decoders import BYTES_PER_WEIGHT, Report, Role, check_decoders, exporter_of, write_decoder
+from .decoders import (
+    BYTES_PER_WEIGHT,
+    DEFAULT_DRAFT_PRECISION,
+    DEFAULT_PRECISION,
+    Report,
+    Role,
+    check_decoders,
+    exporter_of,
+    write_decoder,
+)
 from .draft_tokens import DraftTokens, read_counted_text
 from .errors import ExportError
 from .existing_graph import graph_tokenizer
@@ -28,8 +37,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-DEFAULT_PRECISION = "fp32"
-DEFAULT_DRAFT_PRECISION = "int4"
 SELF = "self"
 
 

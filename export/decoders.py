@@ -28,6 +28,8 @@ from .source import Source
 
 BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1.125, "int4": 0.625}
 PRECISIONS = tuple(BYTES_PER_WEIGHT)
+DEFAULT_PRECISION = "fp32"
+DEFAULT_DRAFT_PRECISION = "int4"
 # What happens, how much of it is done, and how much there is (0 where that cannot be told).
 Report = Callable[[str, int, int], None]
 
@@ -200,7 +202,7 @@ def check_decoders(
 def _take_decoder(role: Role, folder: Path, report: Report) -> DecoderSpec:
     report(f"{role.name}: taking the graph of {role.source.name}", 0, 0)
     spec = take_graph(role.source, role.name, folder, role.context_length)
-    default = "fp32" if role.name == "target" else "int4"
+    default = DEFAULT_PRECISION if role.name == "target" else DEFAULT_DRAFT_PRECISION
     if role.precision not in (default, spec.precision):
         raise ExportError(f"{role.source.name} is in {spec.precision} and is taken as it is: ask for no other precision.")
     return spec

@@ -51,16 +51,17 @@ def measure_row_equality(model: Model, token_ids: Sequence[int]) -> PassShape | 
         The cheapest shape with which every cut gives bit-equal rows; None when none of those tried does.
     """
     tokens = list(token_ids)
-    whole = _logits(model, tokens, [len(tokens)])
-    cuts = [_even(len(tokens), 1), _even(len(tokens), 2), _even(len(tokens), 5), _mixed(len(tokens))]
+    whole = logits_in_passes(model, tokens, [len(tokens)])
+    cuts = [*(even_cut(len(tokens), rows) for rows in (1, 2, 5)), _mixed(len(tokens))]
     for shape in _CANDIDATES:
         padded = PaddedModel(model, shape)
-        if all(np.array_equal(_logits(padded, tokens, cut), whole) for cut in cuts):
+        if all(np.array_equal(logits_in_passes(padded, tokens, cut), whole) for cut in cuts):
             return shape
     return None
 
 
-def _logits(model: Model, tokens: list[int], cut: list[int]) -> NDArray[np.float32]:
+def logits_in_passes(model: Model, tokens: Sequence[int], cut: Sequence[int]) -> NDArray[np.float32]:
+    """Returns the logits of a text, float32 [len(tokens), vocab_size], computed in passes of so many tokens each."""
     decoder = Decoder(model, len(tokens), num_rows=max(cut))
     parts = []
     for rows in cut:
@@ -69,8 +70,8 @@ def _logits(model: Model, tokens: list[int], cut: list[int]) -> NDArray[np.float
     return np.concatenate(parts)
 
 
-def _even(length: int, rows: int) -> list[int]:
-    """Passes of `rows`, the last one with what is left."""
+def even_cut(length: int, rows: int) -> list[int]:
+    """Returns passes of `rows`, the last one with what is left."""
     return [rows] * (length // rows) + ([length % rows] if length % rows else [])
 
 

@@ -30,7 +30,7 @@ class FileRecord:
     @classmethod
     def of(cls, folder: Path, path: str) -> "FileRecord":
         """Measures a file that lies in `folder`."""
-        return cls(path, (folder / path).stat().st_size, _sha256(folder / path))
+        return cls(path, (folder / path).stat().st_size, file_sha256(folder / path))
 
     def check(self, folder: Path, *, hash_contents: bool) -> None:
         """Raises BundleError when the file is not what the manifest says: absent, of another size, or changed."""
@@ -46,7 +46,7 @@ class FileRecord:
                 f"'{self.path}' in {folder} has {size:,} bytes where the manifest says {self.size:,}: "
                 "the file is truncated or was replaced; copy or export the bundle again."
             )
-        if hash_contents and (digest := _sha256(file)) != self.sha256:
+        if hash_contents and (digest := file_sha256(file)) != self.sha256:
             raise BundleError(
                 f"'{self.path}' in {folder} was changed after the export: its SHA-256 is {digest[:12]}…, "
                 f"the manifest says {self.sha256[:12]}…; copy or export the bundle again."
@@ -161,6 +161,10 @@ class DecoderSpec:
         """The most padding rows a pass can have."""
         return self.rows_of_pass(1) - 1
 
+    def context_bytes(self, slots: int, max_rows: int) -> int:
+        """Returns what caches of so many slots and the logits of so many rows take, in bytes."""
+        return slots * self.cache_bytes_per_token + max_rows * self.vocab_size * 4
+
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of key and value cache one token takes, all layers together; a growing graph's past and present take turns."""
@@ -225,7 +229,8 @@ class Bundle:
             yield self.draft_vocabulary
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
+    """Returns a file's SHA-256 in hex."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(_HASH_CHUNK):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .contract import DecoderSpec
+from .contract import Bundle, DecoderSpec
 from .errors import BundleError
 
 DRAFT_VOCABULARY = "draft/vocabulary.npz"
@@ -68,6 +68,19 @@ class DraftVocabulary:
         """Refuses what contradicts itself."""
         if problem := self._contradiction():
             raise ValueError(problem)
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle) -> "DraftVocabulary | None":
+        """Reads the vocabulary that belongs to a bundle's draft; None where that has the target's ids.
+
+        Raises:
+            BundleError: It is damaged, or that of another pair.
+        """
+        if bundle.draft_vocabulary is None or bundle.draft is None:
+            return None
+        vocabulary = cls.load(bundle.folder / bundle.draft_vocabulary.path)
+        vocabulary.check_pair(bundle.target, bundle.draft)
+        return vocabulary
 
     @classmethod
     def load(cls, file: Path) -> "DraftVocabulary":

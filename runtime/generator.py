@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from .backend import Model, open_backend
 from .chat import Chat
 from .checks import checked_max_length
-from .contract import Bundle, DecoderSpec
 from .device_memory import check_pair_fits
 from .draft_policy import MAX_SLOWDOWN
 from .draft_vocabulary import DraftVocabulary
@@ -154,7 +153,7 @@ class Generator:
         """
         bundle = load_bundle(folder, hash_contents=verify_files)
         draft_spec = None if drafter in ("lookup", "off") else bundle.draft
-        vocabulary = None if draft_spec is None else _draft_vocabulary(bundle, draft_spec)
+        vocabulary = None if draft_spec is None else DraftVocabulary.of_bundle(bundle)
         max_length = promised_length(max_length, bundle.target.context_length)
         if check_memory:
             check_pair_fits(bundle.target, draft_spec, max_length, (device, draft_device or device), vocabulary)
@@ -285,14 +284,6 @@ class Generator:
 def _machine(target: Model, draft: Model | None) -> dict[str, str]:
     engines = {role: model.engine for role, model in (("target", target), ("draft", draft)) if model is not None}
     return machine_of(engines)
-
-
-def _draft_vocabulary(bundle: Bundle, draft: DecoderSpec) -> DraftVocabulary | None:
-    if bundle.draft_vocabulary is None:
-        return None
-    vocabulary = DraftVocabulary.load(bundle.folder / bundle.draft_vocabulary.path)
-    vocabulary.check_pair(bundle.target, draft)
-    return vocabulary
 
 
 def _check_tokenizer(tokenizer: Tokenizer, recorded: int, vocab_size: int, folder: Path) -> None:

@@ -119,8 +119,9 @@ def plan_prompts(
             drafted, played = run(prompt, Setting("model", MAX_DRAFT_TOKENS))
             rounds |= model_rounds(chosen_alike(played), len(drafted.token_ids))
         # The plain text was just run: what slows it beside its passes' least cost slows the others as much.
-        slowdown = plain.stats.decode_tokens_per_second * (costs.target(1) + costs.round_seconds) or 1.0
-        predicted = {OFF: slowdown / (costs.target(1) + costs.round_seconds)}
+        plain_seconds = costs.target(1) + costs.round_seconds
+        slowdown = plain.stats.decode_tokens_per_second * plain_seconds or 1.0
+        predicted = {OFF: slowdown / plain_seconds}
         for setting, played in rounds.items():
             if (speed := predicted_speed(costs, setting, played)) is not None:
                 predicted[setting] = slowdown * speed

@@ -13,12 +13,10 @@ from typing import Any
 
 import command_line  # noqa: F401 - puts the project's packages on the path
 import numpy as np
-from numpy.typing import NDArray
 
-from export.row_equality import PaddedModel, PassShape, measure_row_equality
+from export.row_equality import PaddedModel, PassShape, even_cut, logits_in_passes, measure_row_equality
 from runtime import Generator, SamplingParams
 from runtime.backend import Model
-from runtime.decoder import Decoder
 from runtime.device_memory import free_memory_of
 from runtime.errors import SpecError
 from runtime.manifest import load_bundle
@@ -41,8 +39,8 @@ def fixed_rows_agree(model: Model, rows: int, tokens: Sequence[int]) -> bool:
         tokens: A text of more than `rows` tokens.
     """
     padded = PaddedModel(model, PassShape(rows))
-    cuts = {tuple(cut) for size in {1, max(1, rows // 2), rows} for cut in [_even(len(tokens), size)]}
-    texts = [_logits(padded, tokens, cut) for cut in cuts]
+    cuts = {tuple(cut) for size in {1, max(1, rows // 2), rows} for cut in [even_cut(len(tokens), size)]}
+    texts = [logits_in_passes(padded, tokens, cut) for cut in cuts]
     return all(np.array_equal(texts[0], text) for text in texts[1:])
 
 
@@ -106,15 +104,6 @@ def _runs(generator: Generator, settings: dict[str, Any], deadline: float) -> It
             "tokens_per_second": float(np.median([result.stats.decode_tokens_per_second for result in results])),
             "acceptance_rate": float(np.mean([result.stats.acceptance_rate for result in results])),
         }
-
-
-def _logits(model: Model, tokens: Sequence[int], cut: Sequence[int]) -> NDArray[np.float32]:
-    decoder = Decoder(model, len(tokens), num_rows=max(cut))
-    return np.concatenate([decoder.forward(tokens[decoder.past_length :][:rows], rows).copy() for rows in cut])
-
-
-def _even(length: int, rows: int) -> list[int]:
-    return [min(rows, length - start) for start in range(0, length, rows)]
 
 
 def main(folder: str, device: str, settings: str) -> None:

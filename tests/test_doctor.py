@@ -451,7 +451,8 @@ def test_engines_are_held_against_this_machine(tiny_bundle: Path, tmp_path: Path
     from doctor_engines import engine_findings
 
     from engines.profiles import Profile
-    from engines.sidecar import EngineRecord, engine_path, file_sha256, graph_hashes
+    from engines.sidecar import EngineRecord, engine_path, graph_hashes
+    from runtime.contract import file_sha256
     from runtime.manifest import load_bundle
 
     folder = shutil.copytree(tiny_bundle, tmp_path / "bundle")

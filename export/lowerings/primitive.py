@@ -9,30 +9,24 @@ import numpy as np
 import onnx_ir as ir
 
 from export.graph_edit import add_initializer, replace_node
-from export.half_precision import to_half_precision
 
-from .attention import AttentionGeometry, AttentionLayer, cache_geometry, read_attention_layers
+from .attention import AttentionGeometry, AttentionLayer, cache_geometry
 from .finish import fix_shapes, pin_versions, remove_unused
-from .masks import drop_causal_masks
-from .norms import split_skip_norms, write_out_norms
+from .norms import write_out_norms
 from .positions import Positions, cache_capacity, insert_positions
 from .rotary import write_out_rotations
+from .standard import read_for_standard_operators
 from .writer import Writer
 
 OPSET = 21
 IR_VERSION = 10
 NAME = "primitive"
-FLOAT32_OPERATORS = frozenset({"RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Softmax"})
 
 
 def lower_to_primitives(model: ir.Model, context_length: int, *, half_precision: bool = False) -> AttentionGeometry:
     """Rewrites a base graph in place to the `primitive` form; arguments, result and errors as lower_to_static_cache has."""
     graph = model.graph
-    drop_causal_masks(graph, context_length, NAME)
-    split_skip_norms(graph)
-    if half_precision:
-        to_half_precision(graph, FLOAT32_OPERATORS)
-    layers = read_attention_layers(graph, NAME)
+    layers = read_for_standard_operators(graph, context_length, NAME, half_precision=half_precision)
     heads, head_size = cache_geometry(layers, NAME)
     capacity = cache_capacity(context_length)
     positions = insert_positions(graph, context_length, np.float32)

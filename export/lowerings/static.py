@@ -11,20 +11,16 @@ import onnx_ir as ir
 
 from export.errors import ExportError
 from export.graph_edit import replace_node
-from export.half_precision import to_half_precision
 
-from .attention import AttentionGeometry, AttentionLayer, cache_geometry, read_attention_layers
+from .attention import AttentionGeometry, AttentionLayer, cache_geometry
 from .finish import fix_shapes, pin_versions, remove_unused
-from .masks import drop_causal_masks
-from .norms import split_skip_norms
 from .positions import Positions, cache_capacity, insert_positions
+from .standard import read_for_standard_operators
 from .writer import Writer
 
 OPSET = 24
 IR_VERSION = 11
 NAME = "static"
-# Sums of squares, exponentials and rotations lose too much in float16, or overflow.
-FLOAT32_OPERATORS = frozenset({"RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Softmax"})
 
 
 def lower_to_static_cache(model: ir.Model, context_length: int, *, half_precision: bool = False) -> AttentionGeometry:
@@ -42,11 +38,7 @@ def lower_to_static_cache(model: ir.Model, context_length: int, *, half_precisio
         ExportError: A node of the graph has no counterpart in this lowering; the sentence names it.
     """
     graph = model.graph
-    drop_causal_masks(graph, context_length, NAME)
-    split_skip_norms(graph)
-    if half_precision:
-        to_half_precision(graph, FLOAT32_OPERATORS)
-    layers = read_attention_layers(graph, NAME)
+    layers = read_for_standard_operators(graph, context_length, NAME, half_precision=half_precision)
     heads, head_size = cache_geometry(layers, NAME)
     if any(layer.softcap for layer in layers):
         raise ExportError("The model caps its attention scores, which TensorRT's attention does not: use --lowering primitive.")

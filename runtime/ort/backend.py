@@ -96,7 +96,7 @@ class OrtModel:
             return form(self.spec, self._session, capacity, max_rows)
         except MemoryError as error:
             slots = self.spec.cache_capacity or capacity
-            size = slots * self.spec.cache_bytes_per_token + max_rows * self.spec.vocab_size * 4
+            size = self.spec.context_bytes(slots, max_rows)
             raise DeviceError(
                 f"A cache of {slots} tokens and {max_rows} rows of logits take {size / 1e9:.2f} GB, which this machine does "
                 "not have free: shorten the prompt or lower max_new_tokens."

@@ -127,7 +127,7 @@ class OrtCudaModel:
             return DeviceContext(self.spec, self._session, capacity, max_rows, self._memory, graph_id)
         except Exception as error:  # ONNX Runtime raises many classes, none of them public
             slots = self.spec.cache_capacity or capacity
-            size = slots * self.spec.cache_bytes_per_token + max_rows * self.spec.vocab_size * 4
+            size = self.spec.context_bytes(slots, max_rows)
             raise DeviceError(
                 f"A cache of {slots} tokens and {max_rows} rows of logits take {size / 1e9:.2f} GB, which {self.engine} does "
                 f"not give ({first_line(error)}): shorten the prompt or lower max_new_tokens."

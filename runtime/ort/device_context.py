@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from runtime.contract import DecoderSpec
 from runtime.errors import DeviceError, first_line
 
+from .pass_buffers import logits_type
+
 GRAPH_ROWS = 32  # passes of more rows are bound by arithmetic, and launching their kernels one by one costs nothing
-_ELEMENTS: dict[str, type[np.floating]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _NO_GRAPH = -1  # ONNX Runtime's own number for a run that is neither captured nor replayed
 
 
@@ -77,8 +78,7 @@ class DeviceContext:
         self._device_token_ids = memory.place(self._token_ids.copy())
         self._device_attention_mask = memory.place(self._attention_mask.copy())
         self._device_past_length = memory.place(np.zeros(1, np.int64))
-        logits_type = next(value.type for value in session.get_outputs() if value.name == spec.names.logits)
-        self._logits_element = _ELEMENTS[logits_type]
+        self._logits_element = logits_type(session, spec.names.logits)
         self._logits = memory.place(np.zeros((max_rows, spec.vocab_size), self._logits_element))
         shape = (1, spec.num_key_value_heads, slots, spec.head_size)
         element = np.dtype(spec.cache_dtype).type

@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from runtime.contract import DecoderSpec
 from runtime.errors import DeviceError, first_line
 
-_LOGITS_TYPES: dict[str, type[np.generic]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_LOGITS_TYPES: dict[str, type[np.floating]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+def logits_type(session: ort.InferenceSession, name: str) -> type[np.floating]:
+    """Returns the element type of a graph's logits."""
+    return _LOGITS_TYPES[next(value.type for value in session.get_outputs() if value.name == name)]
 
 
 class PassBuffers:
@@ -29,8 +34,7 @@ class PassBuffers:
         self._positions = np.arange(capacity, dtype=np.int64)
         self._is_cached = np.zeros(1, np.bool_)
         self._kept_rows = np.zeros(1, np.int64)
-        logits_type = next(value.type for value in session.get_outputs() if value.name == spec.names.logits)
-        self._logits = np.empty((max_rows, spec.vocab_size), _LOGITS_TYPES[logits_type])
+        self._logits = np.empty((max_rows, spec.vocab_size), logits_type(session, spec.names.logits))
         self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
 
     def run(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int) -> NDArray[np.float32]:

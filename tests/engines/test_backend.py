@@ -16,9 +16,9 @@ import pytest
 from engines import backend as backend_module
 from engines.backend import TensorRTBackend, TensorRTModel
 from engines.profiles import Profile, plan_profiles
-from engines.sidecar import EngineRecord, engine_path, engines_folder, file_sha256, graph_hashes
+from engines.sidecar import EngineRecord, engine_path, engines_folder, graph_hashes
 from engines.trt_module import TensorRTModule
-from runtime.contract import Bundle
+from runtime.contract import Bundle, file_sha256
 from runtime.cuda_driver import CudaDriver, Gpu
 from runtime.decoder import Decoder
 from runtime.errors import BundleError, DeviceError

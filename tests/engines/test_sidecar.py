@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from engines.profiles import plan_profiles
-from engines.sidecar import EngineRecord, engine_path, engines_folder, file_sha256, graph_hashes, rebuild_command, sidecar_of
+from engines.sidecar import EngineRecord, engine_path, engines_folder, graph_hashes, rebuild_command, sidecar_of
 from engines.trt_module import TensorRTModule
-from runtime.contract import Bundle
+from runtime.contract import Bundle, file_sha256
 from runtime.errors import BundleError
 
 from .tiny_graph import CAPACITY, CONTEXT, write_tiny_bundle
