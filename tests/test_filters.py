@@ -66,28 +66,28 @@ def test_weights_are_the_exponentials_with_the_largest_at_one(temperature: float
     assert np.array_equal(logits, before)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-40, 1e-38, 1e-6])
 def test_the_smallest_temperatures_leave_the_largest_logits(temperature: float) -> None:
     logits = np.array([[1.0, 3.0, 3.0, -INF], [-1e38, 1e38, 0.0, 1e30]], np.float32)
     assert filters.weights_of(logits, temperature).tolist() == [[0, 1, 1, 0], [0, 1, 0, 0]]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [1e30, 1e38, 3.4e38, 1e39, 1e300])
 def test_the_largest_temperatures_weigh_ordinary_logits_alike(temperature: float) -> None:
     weights = filters.weights_of(np.array([[1.0, 3.0, -200.0, -INF]], np.float32), temperature)
     assert weights.tolist() == [[1, 1, 1, 0]]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("scale", [1e-20, 1e20, 1e38])
 def test_a_large_temperature_divides_logits_as_large(scale: float) -> None:
     weights = filters.weights_of(np.array([2 * scale, scale], np.float32), scale)
     np.testing.assert_allclose(weights, [1, math.exp(-1)], rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [1e-40, 1.0, 10.0])
 def test_logits_as_far_apart_as_float32_allows_overflow_to_weight_zero(temperature: float) -> None:
     assert filters.weights_of(np.array([-3e38, 3e38], np.float32), temperature).tolist() == [0, 1]
@@ -200,7 +200,7 @@ def test_typical_p_may_drop_the_heaviest_token() -> None:
     assert kept_by(filters.typical_p, weights, 0.1) == set(range(1, 9))
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("mass", [1e-300, 0.5, 1 - 2**-53])
 def test_typical_p_on_edges(mass: float) -> None:
     assert kept_by(filters.typical_p, np.ones(1, np.float32), mass) == {0}

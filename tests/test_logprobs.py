@@ -68,7 +68,7 @@ def test_adding_a_number_to_all_logits_changes_nothing() -> None:
         assert moved.logprob == pytest.approx(token_logprob(row, 1, 4).logprob, abs=1e-12)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_the_largest_logits_and_forbidden_tokens() -> None:
     got = token_logprob(np.array([3e38, -3e38, -INF, 3e38], np.float32), 2, 4)
     assert got.logprob == -INF

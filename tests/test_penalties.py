@@ -162,7 +162,7 @@ def test_only_tokens_the_row_does_not_have_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_what_is_forbidden_stays_so_and_what_is_large_stays_finite(name: str) -> None:
     row = row_of(-INF, LARGEST, -LARGEST)
     RULES[name](row, ids(0, 1, 2))
@@ -172,7 +172,7 @@ def test_what_is_forbidden_stays_so_and_what_is_large_stays_finite(name: str) ->
         assert np.isfinite(row[1:]).all()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(("bias", "expected"), [(1e300, LARGEST), (-1e300, -LARGEST), (100.0, 100.0)])
 def test_an_extreme_bias_stays_in_float32(bias: float, expected: float) -> None:
     row = row_of(-INF, 0, 0)

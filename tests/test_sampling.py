@@ -388,7 +388,7 @@ EDGE_ROWS = [
 ]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("logits", EDGE_ROWS, ids=str)
 @pytest.mark.parametrize("name", EDGES)
 def test_at_the_edges_rows_are_still_distributions(name: str, logits: list[float]) -> None:
@@ -399,7 +399,7 @@ def test_at_the_edges_rows_are_still_distributions(name: str, logits: list[float
     assert not rows[0][np.isneginf(logits)].any()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-40, 1e-38, 1e-6])
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     logits = np.vstack([random_logits(3, 20, 4), np.full((1, 20), -1e38), random_logits(1, 20, 5) * 1e30]).astype(np.float32)
@@ -408,14 +408,14 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     assert np.array_equal(rows, np.eye(20)[logits.argmax(axis=1)])
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [1e30, 1e38, 3e38, 1e39, 1e300])
 def test_the_largest_temperatures_are_uniform(temperature: float) -> None:
     rows = Sampler(SamplingParams(temperature=temperature)).distributions(random_logits(2, 20, 4), [], [0])
     np.testing.assert_allclose(rows, 1 / 20, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(
     "rule", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"typical_p": 0.5}, {"no_repeat_ngram_size": 2}]
 )

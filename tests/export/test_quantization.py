@@ -85,7 +85,7 @@ def test_smaller_scales_serve_four_bits_better(block_size):
     assert ((found - weights) ** 2).sum() < 0.95 * widest_scale_error(weights, 4, block_size).sum()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_whose_squares_overflow_are_rounded_all_the_same(bits):
     weights = random_matrix(2, BLOCK_SIZE) * np.float32(1e37)
@@ -124,7 +124,7 @@ def test_zero_block_stays_zero_beside_others(bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_zeros_beside_subnormal_weights_stay_zero(bits):
     # Here one over the scale is beyond float32.
     weights = np.zeros((1, BLOCK_SIZE), np.float32)
