@@ -8,13 +8,14 @@ import resource
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime.contract import DecoderSpec
 from runtime.errors import BundleError, DeviceError
+from runtime.top_logits import top_logits_graph
 
 from .cuda import CudaDevice
 from .profiles import Profile, input_shapes
@@ -58,10 +59,15 @@ def call_interruptibly(function: Callable[[threading.Event], _Result]) -> _Resul
     """Calls a function in a thread of its own, so that Ctrl-C is heard while TensorRT works; it is told by the event."""
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(function, stop)
         try:
-            return pool.submit(function, stop).result()
+            return called.result()
         except BaseException:
-            stop.set()
+            # It ends at TensorRT's next step and clears up; a second Ctrl-C must not leave what was half done.
+            while not called.done():
+                with contextlib.suppress(KeyboardInterrupt):
+                    stop.set()
+                    wait([called])
             raise
 
 
@@ -120,6 +126,43 @@ def build_engine(
     return BuiltEngine(bytes(plan), flags, time.perf_counter() - started, _peak_memory())
 
 
+def build_top_engine(
+    tensorrt: TensorRTModule,
+    spec: DecoderSpec,
+    fixed_rows: int,
+    count: int,
+    compute_capability: tuple[int, int],
+    options: BuildOptions,
+) -> bytes:
+    """Builds what finds the largest logits of a decoder's step; see runtime.top_logits.
+
+    Args:
+        tensorrt: What builds it.
+        spec: The decoder.
+        fixed_rows: Rows of its step.
+        count: How many logits of each row to find.
+        compute_capability: Of the GPU that will run it.
+        options: The user's choices.
+
+    Raises:
+        DeviceError: The build failed.
+    """
+    logger = tensorrt.create_logger()
+    builder = tensorrt.trt.Builder(logger)
+    network = tensorrt.create_network(builder)
+    parser = tensorrt.trt.OnnxParser(network, logger)
+    graph = top_logits_graph(half=False, rows=fixed_rows, vocab_size=spec.vocab_size, count=count)
+    config = builder.create_builder_config()
+    _configure(tensorrt, config, compute_capability, options)
+    plan = builder.build_serialized_network(network, config) if parser.parse(graph) else None
+    if plan is None:
+        raise DeviceError(
+            f"{tensorrt.title} could not build what finds the {count} largest of {spec.vocab_size} logits: "
+            f"{last_error(logger.errors)}"
+        )
+    return bytes(plan)
+
+
 def _parser_sentence(parser: Any) -> str:
     """Names the node and the operator of the parser's first error."""
     parser_error = parser.get_error(0)
@@ -134,7 +177,7 @@ def _check_inputs(network: Any, spec: DecoderSpec, graph: Path) -> None:
     """Refuses a graph whose inputs are not the manifest's, or whose shapes depend on more than the number of rows."""
     tensors = [network.get_input(index) for index in range(network.num_inputs)]
     found = {tensor.name: tuple(tensor.shape) for tensor in tensors}
-    expected = input_shapes(spec, -1)  # -1 is what TensorRT writes for a size that is open
+    expected = input_shapes(spec, -1, -1)  # -1 is what TensorRT writes for a size that is open
     if differing := {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}:
         name = min(differing)
         raise BundleError(
@@ -149,7 +192,8 @@ def _check_inputs(network: Any, spec: DecoderSpec, graph: Path) -> None:
 
 
 def _new_profile(builder: Any, spec: DecoderSpec, profile: Profile) -> Any:
-    shapes = [input_shapes(spec, rows) for rows in (profile.min_rows, profile.opt_rows, profile.max_rows)]
+    sizes = zip((profile.min_rows, profile.opt_rows, profile.max_rows), profile.logits_rows, strict=True)
+    shapes = [input_shapes(spec, rows, logits_rows) for rows, logits_rows in sizes]
     optimization_profile = builder.create_optimization_profile()
     for name in shapes[0]:
         optimization_profile.set_shape(name, *(shape[name] for shape in shapes))

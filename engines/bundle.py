@@ -10,10 +10,12 @@ from runtime.contract import Bundle, DecoderSpec
 from runtime.decoder import context_size
 from runtime.draft_policy import MAX_NUM_DRAFT_TOKENS
 from runtime.errors import BundleError
+from runtime.steps import in_steps
+from runtime.top_logits import SPARE
 
-from .build import BuildOptions, BuiltEngine, build_engine
-from .profiles import Profile, check_lowering, in_steps, plan_profiles, slots_needed
-from .sidecar import EngineRecord, engine_path, engines_folder, graph_hashes
+from .build import BuildOptions, BuiltEngine, build_engine, build_top_engine
+from .profiles import Profile, choose_form, plan_profiles, slots_needed
+from .sidecar import EngineRecord, engine_path, engines_folder, graph_hashes, top_engine_path
 from .trt_module import TensorRTModule, format_capability
 
 # A decoder's name, how much of its build is done, and the part at hand.
@@ -22,6 +24,9 @@ BundleReport = Callable[[str, float, str], None]
 # A draft's step is one token, or two behind a round whose proposal was accepted whole. TensorRT-RTX 1.7 has fused attention for
 # two rows, and none for exactly one.
 _DRAFT_STEP_ROWS = 2
+# Of greedy texts, and of those with a top_k of up to 64.
+_BFLOAT16_CAPABILITY = (8, 0)
+TOP_COUNTS = (1 + SPARE, 64 + SPARE)
 
 
 def build_bundle_engines(
@@ -51,31 +56,43 @@ def build_bundle_engines(
         Each decoder's record.
 
     Raises:
-        BundleError: A graph's lowering is not one that this TensorRT takes, or as build_engine raises.
+        BundleError: The bundle has a decoder in no form that this TensorRT takes, or in bf16, which the GPU lacks; or as
+            build_engine raises.
         DeviceError: As build_engine raises.
         ValueError: Numbers of rows that do not fit each other.
     """
     decoders = {"target": bundle.target} | ({} if bundle.draft is None else {"draft": bundle.draft})
+    forms = {
+        name: choose_form(decoder, tensorrt.lowerings, tensorrt.title, bundle.folder) for name, decoder in decoders.items()
+    }
+    for name, spec in forms.items():
+        if spec.precision == "bf16" and compute_capability < _BFLOAT16_CAPABILITY:
+            raise BundleError(
+                f"The {name} is in bf16, which needs compute capability 8.0 or more, and this GPU has "
+                f"{'.'.join(map(str, compute_capability))}: export it in fp16."
+            )
     # Only the target decides what is said, so only its verifications must be one step.
     steps = {"target": num_draft_tokens + 1, "draft": _DRAFT_STEP_ROWS}
-    planned = {}
-    for name, spec in decoders.items():
-        check_lowering(spec, tensorrt.lowerings, tensorrt.title)
-        planned[name] = _plan(spec, steps[name], num_draft_tokens, max_rows)
+    planned = {name: _plan(spec, steps[name], num_draft_tokens, max_rows) for name, spec in forms.items()}
     out = engines_folder(bundle.folder, tensorrt, compute_capability)
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         records = {}
-        for name, spec in decoders.items():
+        for name, spec in forms.items():
             profiles = planned[name]
             graph, told = bundle.folder / spec.graph[0].path, functools.partial(report, name)
             built = build_engine(tensorrt, spec, graph, compute_capability, profiles, options, told, stop)
-            records[name] = _record_of(built, tensorrt, compute_capability, spec, profiles)
             engine = engine_path(staging, spec)
             engine.parent.mkdir(parents=True, exist_ok=True)
             engine.write_bytes(built.plan)
+            top = {}
+            for count in (each for each in TOP_COUNTS if each < spec.vocab_size):
+                plan = build_top_engine(tensorrt, spec, profiles[0].max_rows, count, compute_capability, options)
+                top_engine_path(engine, count).write_bytes(plan)
+                top[str(count)] = hashlib.sha256(plan).hexdigest()
+            records[name] = _record_of(built, tensorrt, compute_capability, spec, profiles, top)
             records[name].save(engine)
         shutil.rmtree(out, ignore_errors=True)
         staging.rename(out)
@@ -86,7 +103,7 @@ def build_bundle_engines(
 
 def _plan(spec: DecoderSpec, fixed_rows: int, num_draft_tokens: int, max_rows: int | None) -> tuple[Profile, ...]:
     """Returns a decoder's profiles, whose longest pass is a multiple of a step, as the runtime pads it."""
-    assert spec.cache_capacity is not None  # check_lowering has looked
+    assert spec.cache_capacity is not None  # choose_form has looked
     if spec.cache_capacity < (needed := slots_needed(spec, fixed_rows)):
         raise BundleError(
             f"The graph of {spec.source} has caches of {spec.cache_capacity} slots, and a context of {spec.context_length} "
@@ -103,8 +120,9 @@ def _record_of(
     compute_capability: tuple[int, int],
     spec: DecoderSpec,
     profiles: tuple[Profile, ...],
+    top: dict[str, str],
 ) -> EngineRecord:
-    assert spec.cache_capacity is not None  # check_lowering has looked
+    assert spec.cache_capacity is not None  # choose_form has looked
     return EngineRecord(
         module=tensorrt.name,
         version=tensorrt.version,
@@ -117,4 +135,5 @@ def _record_of(
         peak_memory=built.peak_memory,
         size=len(built.plan),
         sha256=hashlib.sha256(built.plan).hexdigest(),
+        top=top,
     )

@@ -109,6 +109,12 @@ class CudaStream:
         start = source.address + offset
         self._device.call(cudart.cudaMemcpyAsync(target.ctypes.data, start, target.nbytes, kind, self._stream))
 
+    def copy_on_device(self, target: DeviceMemory, source: DeviceMemory, offset: int, size: int) -> None:
+        """Copies `size` bytes, which begin `offset` bytes behind a block's beginning, to the beginning of another."""
+        cudart = self._device.cudart
+        kind = cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self._device.call(cudart.cudaMemcpyAsync(target.address, source.address + offset, size, kind, self._stream))
+
     def copy_rows(self, target: DeviceMemory, source: DeviceMemory, *, rows: int, pitch: int, width: int) -> None:
         """Copies the first `width` bytes of each of `rows` rows, which lie `pitch` bytes apart in both blocks."""
         cudart = self._device.cudart

@@ -6,13 +6,12 @@ row whose logits are asked for is computed in it: a plain step and the verificat
 of them where the proposal is long, padded where it is short. Its launches can be kept as a CUDA graph.
 """
 
-import dataclasses
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from runtime.contract import DecoderSpec
 from runtime.errors import BundleError
+from runtime.steps import in_steps
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,11 @@ class Profile:
     def is_fixed(self) -> bool:
         """Whether every pass of this profile has the same number of rows."""
         return self.min_rows == self.max_rows
+
+    @property
+    def logits_rows(self) -> tuple[int, int, int]:
+        """The fewest, the usual and the most rows that get logits: all of a step's; of other passes one that nobody reads."""
+        return (self.max_rows,) * 3 if self.is_fixed else (1, 1, self.max_rows)
 
 
 def plan_profiles(fixed_rows: int, num_draft_tokens: int, max_rows: int) -> tuple[Profile, ...]:
@@ -71,71 +75,56 @@ def choose_profile(profiles: tuple[Profile, ...], rows: int) -> int:
     return next(index for index, profile in enumerate(profiles) if profile.min_rows <= rows <= profile.max_rows)
 
 
-def in_steps(spec: DecoderSpec, fixed_rows: int) -> DecoderSpec:
-    """Returns a decoder as an engine with such steps computes it: what the manifest says of rows was measured elsewhere."""
-    return dataclasses.replace(spec, min_rows=fixed_rows, row_multiple=fixed_rows)
-
-
 def slots_needed(spec: DecoderSpec, fixed_rows: int) -> int:
     """Returns the slots of a cache that holds a full context and the padding of its last step."""
     return spec.context_length + in_steps(spec, fixed_rows).most_padding + spec.spare_slots
 
 
-def cut_pass(rows: int, num_rows: int, fixed_rows: int) -> Iterator[tuple[int, int]]:
-    """Cuts a pass so that the rows whose logits are wanted are computed in steps.
-
-    Where the pass is a multiple of a step, as `in_steps` has it padded, all of them are. Otherwise the odd rows stand in front.
-
-    Args:
-        rows: Of the pass.
-        num_rows: How many logits are wanted, those of the last rows.
-        fixed_rows: Of a step.
-
-    Yields:
-        (begin, end) of each piece, in order: what stands before the steps, if anything, and each step.
-    """
-    steps = min(-(-num_rows // fixed_rows), rows // fixed_rows)
-    begin = rows - steps * fixed_rows
-    if begin:
-        yield 0, begin
-    yield from itertools.pairwise(range(begin, rows + 1, fixed_rows))
-
-
-def input_shapes(spec: DecoderSpec, rows: int) -> dict[str, tuple[int, ...]]:
+def input_shapes(spec: DecoderSpec, rows: int, logits_rows: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every input in a pass.
 
     Args:
-        spec: The decoder; its graph has passed check_lowering.
+        spec: The decoder; of a form that choose_form returns.
         rows: Tokens of the pass.
+        logits_rows: Rows that get logits, where the graph lets one choose.
     """
     names = spec.names
     assert names.past_length is not None
     assert spec.cache_capacity is not None
     cache = (1, spec.num_key_value_heads, spec.cache_capacity, spec.head_size)
     shapes: dict[str, tuple[int, ...]] = {names.input_ids: (1, rows), names.past_length: (1,)}
+    if names.logits_rows is not None:
+        shapes[names.logits_rows] = (logits_rows,)
     return shapes | {past: cache for past, _ in names.cache_pairs(spec.num_layers)}
 
 
-def check_lowering(spec: DecoderSpec, supported: tuple[str, ...], title: str) -> None:
-    """Refuses a decoder whose graph is of a form that TensorRT cannot build.
+def choose_form(decoder: DecoderSpec, supported: tuple[str, ...], title: str, folder: Path) -> DecoderSpec:
+    """Returns the form of a decoder that TensorRT builds, the best one of those in the bundle.
 
     Args:
-        spec: The decoder.
+        decoder: The decoder.
         supported: The lowerings that will do, best first.
         title: "TensorRT 10.3.0", for instance.
+        folder: The bundle's, for the sentence.
 
     Raises:
-        BundleError: Another lowering, which the sentence has the command for; or a manifest without the sizes that such a graph
-            fixes.
+        BundleError: The bundle has none of them, and the sentence the command that adds one; or a manifest without the sizes
+            that such a graph fixes.
     """
-    if spec.lowering not in supported:
+    form = decoder.best_form(supported)
+    if form.lowering not in supported:
+        there = " and ".join(f"'{each.lowering}'" for each in decoder.forms)
+        remedy = f"add that form, python scripts/export.py --add-lowering {supported[0]} --out {folder}"
+        if form.lowering == "growing":  # a graph that was taken as it is, of which no other form can be made
+            remedy = f"export its checkpoint, with --lowering {supported[0]}"
+        elif form.precision == "checkpoint":
+            remedy += "; where the checkpoint's blocks have offsets, export it anew in int8 or int4"
         raise BundleError(
-            f"The graph of {spec.source} has the lowering '{spec.lowering}', and {title} takes {' or '.join(supported)}: "
-            f"export it anew, python scripts/export.py --target {spec.source} --lowering {supported[0]} --out NEW_BUNDLE, with "
-            "--draft and whatever else it was exported with"
+            f"The graph of {decoder.source} has the lowering {there}, and {title} takes {' or '.join(supported)}: {remedy}"
         )
-    if spec.cache_capacity is None or spec.names.past_length is None:
+    if form.cache_capacity is None or form.names.past_length is None:
         raise BundleError(
-            f"The manifest of {spec.source} has no cache_capacity or no past_length, which a graph of the lowering "
-            f"'{spec.lowering}' needs: it is damaged, or written by hand; export again."
+            f"The manifest of {form.source} has no cache_capacity or no past_length, which a graph of the lowering "
+            f"'{form.lowering}' needs: it is damaged, or written by hand; export again."
         )
+    return form

@@ -6,7 +6,7 @@ engine that does not fit is refused with the reason and the command that builds 
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 from runtime.contract import DecoderSpec, file_sha256
@@ -34,6 +34,7 @@ class EngineRecord:
         peak_memory: The most resident bytes the building process had; not what the GPU held.
         size: Bytes of the engine.
         sha256: Of the engine.
+        top: SHA-256 of each engine that finds the largest logits of its steps, by how many it finds.
     """
 
     module: str
@@ -47,6 +48,7 @@ class EngineRecord:
     peak_memory: int
     size: int
     sha256: str
+    top: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fixed_rows(self) -> int:
@@ -117,6 +119,8 @@ class EngineRecord:
             reason = f"has {size:,} bytes where its record says {self.size:,}, so it is truncated or was replaced"
         elif file_sha256(engine) != self.sha256:
             reason = "was changed after it was built"
+        elif not all(_is_file_of(top_engine_path(engine, count), digest) for count, digest in self.top.items()):
+            reason = "lacks an engine that finds the largest logits, or that was changed after it was built"
         if reason is not None:
             raise BundleError(f"The engine {engine} {reason}: {command}")
 
@@ -138,6 +142,15 @@ def engines_folder(bundle: Path, tensorrt: TensorRTModule, compute_capability: t
 def engine_path(folder: Path, spec: DecoderSpec) -> Path:
     """Returns a decoder's engine in an engines folder; it lies there as its graph lies in the bundle."""
     return folder / PurePosixPath(spec.graph[0].path).with_suffix(".engine")
+
+
+def top_engine_path(engine: Path, count: int | str) -> Path:
+    """Returns where the engine lies that finds so many of the largest logits of another's steps."""
+    return engine.with_name(f"top-{count}.engine")
+
+
+def _is_file_of(path: Path, digest: str) -> bool:
+    return path.is_file() and file_sha256(path) == digest
 
 
 def sidecar_of(engine: Path) -> Path:

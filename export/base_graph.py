@@ -8,18 +8,23 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import onnx_ir as ir
 
-from .errors import ExportError
+from .errors import ExportError, OtherModelError
+from .gguf_file import dequantize_tensor, read_gguf
+from .known_models import check_known
 from .links import link_or_copy
 from .source import Source
 
 if TYPE_CHECKING:
     from mobius import ModelPackage
+    from onnxscript import nn
     from transformers import PretrainedConfig
 
 
@@ -38,18 +43,17 @@ def build_base_graph(source: Source) -> ir.Model:
     """
     import mobius
 
+    from .deferred_tensor import make_lazy
+
     logging.getLogger("mobius").setLevel(logging.ERROR)
-    if source.kind == "folder" and source.architecture not in mobius.registry:
-        raise ExportError(
-            f"{source.name} is a '{source.architecture}' model, which mobius-onnx {mobius.__version__} does not know; "
-            f"closest known: {', '.join(_closest(source.architecture, mobius.registry.architectures()))}."
-        )
+    check_known(source)
     try:
         if source.kind == "gguf":
-            package: ModelPackage = mobius.build_from_gguf(source.path, dtype="f32")
+            with _deferred_weights(source.path):
+                package: ModelPackage = mobius.build_from_gguf(source.path, dtype="f32")
         else:
             with _plain_folder(source.path) as folder:
-                package = mobius.build(str(folder), dtype="f32")
+                package = mobius.build(str(folder), dtype="f32", module_class=_module_class(folder))
     except Exception as error:  # whatever a damaged or unknown checkpoint makes mobius and its readers raise
         reason = str(error).strip().partition("\n")[0][:300]
         raise ExportError(
@@ -66,12 +70,42 @@ def build_base_graph(source: Source) -> ir.Model:
     if source.kind == "folder" and missing:
         missing = _fill_absent_biases(missing, source.path)
     if missing:
-        raise ExportError(
-            f"{source.name} has no weights for {len(missing)} tensors of its graph, {missing[0].name} first: the checkpoint is "
-            "incomplete, or of another architecture than its config says. If it is complete, mobius-onnx does not know how its "
-            "tensors are named: try --source optimum."
+        raise OtherModelError(
+            f"{source.name} ('{source.architecture}') has no weights for {len(missing)} tensors of its graph, "
+            f"{missing[0].name} first: complete the download, or, if it is complete, try --source optimum, as mobius-onnx "
+            "builds such a model otherwise.",
+            source.name,
         )
+    make_lazy(model)
     return model
+
+
+@contextmanager
+def _deferred_weights(path: Path) -> Iterator[None]:
+    """Lets mobius-onnx 0.1.0 read a GGUF file's tensors one by one, each when it is written; it would read all beforehand."""
+    from mobius.integrations.gguf import _builder as builder
+    from mobius.integrations.gguf._tensor_mapping import map_gguf_to_hf_names
+
+    from .deferred_tensor import DeferredTensor
+
+    def load(_model: object, architecture: str) -> dict[str, DeferredTensor]:
+        named = [(map_gguf_to_hf_names(tensor.name, architecture), tensor) for tensor in read_gguf(path).tensors]
+        return {
+            name: DeferredTensor.of(tuple(reversed(tensor.shape.tolist())), partial(dequantize_tensor, path, tensor))
+            for name, tensor in named
+            if name is not None
+        }
+
+    with patch.object(builder, "_load_dequantized_state_dict", load):
+        yield
+
+
+def _module_class(folder: Path) -> "type[nn.Module] | None":
+    import transformers
+
+    from .corrected_modules import corrected_module
+
+    return corrected_module(transformers.AutoConfig.from_pretrained(folder))
 
 
 @contextmanager
@@ -119,6 +153,8 @@ def config_changes(config: "PretrainedConfig") -> dict[str, object]:
     if theta and (is_dynamic or (not scaling and math.isclose(theta, 10_000))):
         # The default theta without scaling is taken for a model without positions, unless this older field is there.
         changes["rotary_emb_base"] = theta
+    if getattr(config, "rotary_dim", None) and theta is None:
+        changes["rotary_emb_base"] = 10_000  # GPT-J and CodeGen have it in their code, and no field for it
     if not hasattr(config, "rope_interleave") and _rotates_neighbours(config):
         changes["rope_interleave"] = True
     if getattr(config, "mlp_bias", False):
@@ -157,9 +193,3 @@ def _fill_absent_biases(missing: list[ir.Value], folder: Path) -> list[ir.Value]
         else:
             others.append(value)
     return others
-
-
-def _closest(name: str, known: list[str]) -> list[str]:
-    import difflib
-
-    return difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]

@@ -1,9 +1,7 @@
 """From sources to a bundle: checks first, then work in a folder beside the goal, which appears whole or not at all."""
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,26 +9,25 @@ from typing import TYPE_CHECKING
 from runtime.contract import Bundle, FileRecord, TokenizerSpec
 from runtime.draft_vocabulary import DRAFT_VOCABULARY
 from runtime.manifest import save_bundle
+from runtime.memory import free_memory
 
-from .decoders import (
-    BYTES_PER_WEIGHT,
-    DEFAULT_DRAFT_PRECISION,
-    DEFAULT_PRECISION,
-    Report,
-    Role,
-    check_decoders,
-    exporter_of,
-    write_decoder,
-)
+from .calibration_text import Calibration, read_calibration_text
+from .decoders import check_decoders, exporter_of, write_decoder
 from .draft_tokens import DraftTokens, read_counted_text
 from .errors import ExportError
 from .existing_graph import graph_tokenizer
+from .fallback import make_by_either
 from .genai_config import write_genai_files
 from .gguf_tokenizer import tokenizer_from_gguf
+from .memory import check_memory
+from .options import check_effect, check_genai, check_no_bundle, check_roles, with_quantizer
 from .pair import compare_vocabularies
 from .probe import PROBE_TEXT, PROBE_TOKENS, probe_tokens
-from .quantization import BITS, BLOCK_SIZE
+from .quantization import BLOCK_SIZE
+from .role import DEFAULT_DRAFT_PRECISION, DEFAULT_PRECISION, SEARCH, Report, Role
 from .source import Source, resolve_source
+from .staging import check_disk, check_out, staged
+from .steps import Steps, planned_steps
 from .tokenizer import TokenizerAssets, tokenizer_from_folder
 
 if TYPE_CHECKING:
@@ -47,10 +44,12 @@ def export_bundle(
     *,
     precision: str = DEFAULT_PRECISION,
     draft_precision: str = DEFAULT_DRAFT_PRECISION,
-    block_size: int = BLOCK_SIZE,
-    draft_block_size: int = BLOCK_SIZE,
+    block_size: int | None = None,
+    draft_block_size: int | None = None,
     draft_vocab: int | None = None,
     draft_vocab_text: Path | None = None,
+    quantizer: str = SEARCH,
+    calibration_text: Path | None = None,
     max_length: int | None = None,
     lowering: str = "gqa",
     exporter: str = "auto",
@@ -65,14 +64,18 @@ def export_bundle(
             export.existing_graph).
         draft: Likewise, or "self" for the target's own weights in `draft_precision`, or None for lookup drafting only.
         out: The bundle's folder; must not exist unless `overwrite`.
-        precision: Of the target's weights: "fp32", "fp16", "int8" or "int4".
+        precision: Of the target's weights: "fp32", "fp16", "bf16", "int8", "int4", or "checkpoint" for the checkpoint's own.
         draft_precision: Of the draft's weights.
-        block_size: The most quantised weights of the target that share a scale: 32, 64 or 128.
+        block_size: The most quantised weights of the target that share a scale: 32, 64 or 128; None for 32.
         draft_block_size: Likewise of the draft.
         draft_vocab: Tokens the draft may propose, the most frequent ones; None for all it has.
         draft_vocab_text: A UTF-8 text to count them in; None for texts that the target writes.
+        quantizer: What decides on the codes of int8 and int4 weights: "search" for the least squared error of each block, or
+            "gptq" for that of each matrix's outputs on a text.
+        calibration_text: A UTF-8 text for that; None for texts that the target writes.
         max_length: The longest context to serve; None for the target's own.
-        lowering: The form of both graphs: "gqa", "static" or "primitive"; see docs/bundle.md.
+        lowering: The form of both graphs: "gqa", "gqa-half", "static" or "primitive", see docs/bundle.md; or several with
+            commas between, of which each device takes its own.
         exporter: What makes a checkpoint's graph: "mobius", "optimum", or "auto" (see choose_exporter).
         emit_genai_config: Also write what ONNX Runtime GenAI needs to run the bundle's folder.
         overwrite: Replace a bundle that is there, once the new one is complete.
@@ -82,37 +85,44 @@ def export_bundle(
         The bundle as written.
 
     Raises:
-        ExportError: The sources cannot be exported or do not fit each other, the disk is too small, or the result does
-            not compute what the checkpoints do. No part of a bundle is left behind, and an old one stays as it was.
+        ExportError: The sources cannot be exported or do not fit each other, the disk or the memory is too small, or the
+            result does not compute what the checkpoints do. No part of a bundle is left behind, and an old one stays as it was.
     """
     named, out = out, out.resolve()
     if max_length is not None and max_length < PROBE_TOKENS:
         raise ExportError(f"The max length is {max_length}; at least {PROBE_TOKENS} tokens are needed.")
-    _check_out(out, overwrite=overwrite)
+    check_out(out, overwrite=overwrite)
     counted = read_counted_text(draft, draft_vocab, draft_vocab_text)
+    text = read_calibration_text(calibration_text)
     report("reading the sources", 0, 0)
-    source = resolve_source(target)
-    assets = _tokenizer_of(source)
+    source = _resolve(target)
+    assets = tokenizer_of(source)
     context_length = min(max_length or source.context_length, source.context_length)
-    roles = [Role("target", source, precision, context_length, block_size, exporter_of(source, exporter), lowering)]
+    size = block_size or BLOCK_SIZE
+    roles = [Role("target", source, precision, context_length, size, exporter_of(source, exporter), lowering)]
     draft_tokens = None
     if draft is not None:
-        other = source if draft == SELF else resolve_source(draft)
-        length = min(context_length, other.context_length)
-        roles.append(Role("draft", other, draft_precision, length, draft_block_size, exporter_of(other, exporter), lowering))
-        theirs = assets if draft == SELF else _tokenizer_of(other)
+        other = source if draft == SELF else _resolve(draft)
+        length, size = min(context_length, other.context_length), draft_block_size or BLOCK_SIZE
+        roles.append(Role("draft", other, draft_precision, length, size, exporter_of(other, exporter), lowering))
+        theirs = assets if draft == SELF else tokenizer_of(other)
         shared = compare_vocabularies(source, assets, other, theirs, PROBE_TEXT)
         if shared is not None:
             report(f"the draft has a vocabulary of its own: it can propose {shared.description}", 0, 0)
         draft_tokens = DraftTokens(theirs, shared, draft_vocab, counted)
-    _check_roles(roles, cuts_head=draft_vocab is not None)
+    roles = with_quantizer(roles, quantizer, is_text_given=text is not None)
+    check_roles(roles, cuts_head=draft_vocab is not None)
+    check_effect(roles, {"target": block_size, "draft": draft_block_size}, exporter, draft_tokens)
     if emit_genai_config:
-        _check_genai(roles, draft_tokens)
+        check_genai(roles, draft_tokens)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _check_disk(out, roles)
-        with _staged(out) as staging:
-            bundle = _write(staging, assets, draft_tokens, roles, report)
+        check_disk(out, roles)
+        check_memory(roles, free_memory())
+        with staged(out) as staging:
+            check_out(out, overwrite=overwrite)  # another export may have been here since it was first looked at
+            write = partial(_write, staging, assets, draft_tokens, text, report=report)
+            bundle = make_by_either(write, roles, exporter, staging, report)
             if emit_genai_config:
                 write_genai_files(bundle)
     except OSError as error:
@@ -120,98 +130,36 @@ def export_bundle(
     return replace(bundle, folder=named)
 
 
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """Lends a folder that takes `out`'s place when the block ends well, and is gone when it does not."""
-    staging, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
-        yield staging
-        if not out.exists():
-            staging.rename(out)
-            return
-        # A folder cannot be renamed onto one that holds files: the old bundle steps aside, and back where that fails.
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-        try:
-            staging.rename(out)
-        except BaseException:
-            old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def _resolve(name: str) -> Source:
+    check_no_bundle(name)
+    return resolve_source(name)
 
 
-def _check_out(out: Path, *, overwrite: bool) -> None:
-    if out.exists() and not overwrite:
-        raise ExportError(f"{out} exists already: choose another --out, or pass --overwrite to replace it.")
-    is_bundle = (out / "bundle.json").is_file()
-    if out.exists() and not is_bundle and any(out.iterdir() if out.is_dir() else [out]):
-        raise ExportError(f"{out} exists and is no bundle: it is not replaced even with --overwrite.")
+def tokenizer_of(source: Source) -> TokenizerAssets:
+    """Reads a source's tokenizer.
 
-
-def _check_roles(roles: list[Role], *, cuts_head: bool) -> None:
-    for role in roles:
-        role.source.require_rewindable_cache(role.context_length)
-        if role.context_length < PROBE_TOKENS:
-            raise ExportError(
-                f"{role.source.name} would serve {role.context_length} tokens; at least {PROBE_TOKENS} are needed, "
-                "which the exported graph is checked on."
-            )
-    if len(roles) == 1:
-        return
-    target, draft = roles
-    if draft.source.kind == "graph" and cuts_head:
-        raise ExportError(f"--draft-vocab needs a checkpoint, and {draft.source.name} is a graph that is taken as it is.")
-    if draft.source is not target.source:
-        return
-    if draft.source.kind == "graph":
-        raise ExportError(f"--draft self needs a checkpoint, and {draft.source.name} is a graph that is taken as it is.")
-    rounded_further = draft.precision != target.precision or (draft.precision in BITS and draft.block_size > target.block_size)
-    if not rounded_further and not cuts_head:
-        raise ExportError(
-            f"--draft self in {draft.precision} would be the target itself: pass a lower --draft-precision, or no draft."
-        )
-
-
-def _check_genai(roles: list[Role], draft_tokens: DraftTokens | None) -> None:
-    """Refuses before the work what ONNX Runtime GenAI could not run behind it."""
-    for role in roles:
-        if role.lowering != "gqa" or (role.precision in BITS and role.block_size > BLOCK_SIZE):
-            raise ExportError(
-                f"--emit-genai-config needs the lowering gqa and blocks of {BLOCK_SIZE} weights, and the {role.name} would "
-                f"have {role.lowering} and {role.block_size}: leave --lowering and the block sizes out."
-            )
-    if draft_tokens is not None and (draft_tokens.shared is not None or draft_tokens.num_head_tokens is not None):
-        raise ExportError(
-            "--emit-genai-config is for pairs with one vocabulary, which ONNX Runtime GenAI needs, and this draft would have "
-            "one of its own: leave --draft-vocab out, or take a draft of the same family."
-        )
-
-
-def _tokenizer_of(source: Source) -> TokenizerAssets:
+    Raises:
+        ExportError: It has none that can be read.
+    """
     if source.kind == "graph":
         return graph_tokenizer(source.path)
     return tokenizer_from_gguf(source.path) if source.kind == "gguf" else tokenizer_from_folder(source.path)
 
 
-def _check_disk(out: Path, roles: list[Role]) -> None:
-    needed = sum(role.source.num_parameters * BYTES_PER_WEIGHT[role.precision] for role in roles) * 1.05
-    free = shutil.disk_usage(out.parent).free
-    if needed > free:
-        raise ExportError(
-            f"The bundle needs about {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free at {out.parent}: "
-            "free some disk, choose another --out, or a lower --precision."
-        )
-
-
 def _write(
-    folder: Path, assets: TokenizerAssets, draft_tokens: DraftTokens | None, roles: list[Role], report: Report
+    folder: Path,
+    assets: TokenizerAssets,
+    draft_tokens: DraftTokens | None,
+    calibration_text: str | None,
+    roles: list[Role],
+    report: Report,
 ) -> Bundle:
+    counts = draft_tokens is not None and draft_tokens.samples_target
+    report = Steps(planned_steps(roles, counts_tokens=counts, samples_texts=calibration_text is None), report)
     tokenizer = _write_tokenizer(folder, assets)
+    calibration = Calibration(calibration_text, tokenizer, folder, report)
     probes = {"target": probe_tokens(assets)}
+    roles[0] = calibration.applied(roles[0], assets, None)
     specs = {"target": write_decoder(roles[0], folder, report)}
     _check_tokenizer_fits(assets, specs["target"].vocab_size)
     heads: dict[str, NDArray[np.int32]] = {}
@@ -219,6 +167,7 @@ def _write(
     if draft_tokens is not None:
         probes["draft"] = probe_tokens(draft_tokens.assets)
         head = draft_tokens.choose_head(specs["target"], tokenizer, folder, report)
+        roles[1] = calibration.applied(roles[1], draft_tokens.assets, specs["target"])
         specs["draft"] = write_decoder(roles[1], folder, report, head_tokens=head)
         if head is not None:
             heads["draft"] = head

@@ -12,7 +12,7 @@ from runtime.errors import DeviceError, SpecError
 from runtime.ort.backend import OrtBackend
 
 from .errors import ExportError
-from .graph_interface import last_row_only
+from .graph_interface import computes_one_row, last_row_only
 from .parity import Comparison
 
 # Nats. Sound graphs in fp32, fp16 and int4 stayed below 1e-5; one whose attention does not read its cache is far above.
@@ -35,6 +35,8 @@ def check_cache(spec: DecoderSpec, folder: Path, token_ids: list[int]) -> dict[s
         ExportError: The graph does not load, gives one row of logits only, gives NaN, or its pieces are not the whole.
     """
     try:
+        if computes_one_row(folder / spec.graph[0].path):
+            raise ExportError(last_row_only(Path(spec.source)))
         model = OrtBackend().load(spec, folder)
         if not _gives_every_row(model, token_ids):
             raise ExportError(last_row_only(Path(spec.source)))

@@ -2,78 +2,48 @@
 
 import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from runtime.contract import DecoderSpec, FileRecord
-from runtime.ort.backend import OrtBackend
+from runtime.contract import DecoderSpec
+from runtime.ort.backend import OrtBackend, cpu_kernels
+from runtime.row_equality import measure_row_equality
 
 from .base_graph import build_base_graph
+from .bfloat16 import computed_in_float32
+from .blockwise_products import quantize_graph
 from .cache_check import check_cache
 from .errors import ExportError
 from .existing_graph import decoder_spec, take_graph
+from .graph_edit import clone_model
+from .graph_files import save_graph
 from .graph_head import cut_head
 from .graph_interface import read_interface
-from .lowerings import LOWERINGS, computes_in_half_precision, graph_names, lower
-from .optimum_graph import choose_exporter, optimum_graph
+from .kept_weights import KeptWeights
+from .lowerings import FORMS, compute_type, graph_names, lower
+from .optimum_graph import TracedGraph, choose_exporter, optimum_graph
 from .parity import check_parity
-from .quantization import BITS, BLOCK_SIZE, BLOCK_SIZES, quantize_graph
-from .row_equality import measure_row_equality
+from .quantization import BITS, KEPT, rounding
+from .role import (
+    BUILDING,
+    BYTES_PER_WEIGHT,
+    COMPARING,
+    DEFAULT_DRAFT_PRECISION,
+    DEFAULT_PRECISION,
+    MEASURING,
+    QUANTISING,
+    WRITING,
+    Report,
+    Role,
+)
 from .source import Source
-
-BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1.125, "int4": 0.625}
-PRECISIONS = tuple(BYTES_PER_WEIGHT)
-DEFAULT_PRECISION = "fp32"
-DEFAULT_DRAFT_PRECISION = "int4"
-# What happens, how much of it is done, and how much there is (0 where that cannot be told).
-Report = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Role:
-    """One decoder to be made.
-
-    Attributes:
-        name: "target" or "draft", and the folder of its graph.
-        source: Where it comes from.
-        precision: One of PRECISIONS.
-        context_length: Tokens it must serve.
-        block_size: The most quantised weights that share a scale.
-        exporter: What makes its graph: "mobius", "optimum", or "none" where there is a graph.
-        lowering: The form of its graph.
-    """
-
-    name: str
-    source: Source
-    precision: str
-    context_length: int
-    block_size: int = BLOCK_SIZE
-    exporter: str = "mobius"
-    lowering: str = "gqa"
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be made, before any work.
-
-        Raises:
-            ExportError: An unknown option, or one that does not go with another.
-        """
-        if self.precision not in PRECISIONS:
-            raise ExportError(f"The {self.name}'s precision '{self.precision}' is unknown; there are {', '.join(PRECISIONS)}.")
-        if self.block_size not in BLOCK_SIZES:
-            sizes = ", ".join(map(str, BLOCK_SIZES))
-            raise ExportError(f"The {self.name}'s block size {self.block_size} is unknown; there are {sizes}.")
-        if self.lowering not in LOWERINGS:
-            raise ExportError(f"The lowering '{self.lowering}' is unknown; there are {', '.join(LOWERINGS)}.")
-        if self.exporter == "none" and self.lowering != "gqa":
-            raise ExportError(
-                f"The {self.lowering} lowering rewrites what is built from a checkpoint, and {self.source.name} is a graph "
-                "that is taken as it is: leave --lowering out."
-            )
 
 
 def exporter_of(source: Source, asked: str) -> str:
@@ -81,74 +51,127 @@ def exporter_of(source: Source, asked: str) -> str:
     return "none" if source.kind == "graph" else choose_exporter(source, asked)
 
 
-def write_decoder(role: Role, folder: Path, report: Report, *, head_tokens: NDArray[np.int32] | None = None) -> DecoderSpec:
-    """Writes a decoder's graph into the bundle's folder; it is not checked yet, and the shape of its passes not known.
+def write_decoder(
+    role: Role,
+    folder: Path,
+    report: Report,
+    *,
+    head_tokens: NDArray[np.int32] | None = None,
+    beside: DecoderSpec | None = None,
+) -> DecoderSpec:
+    """Writes a decoder's graphs into the bundle's folder; they are not checked yet, and the shape of their passes not known.
 
     Args:
         role: What to make.
         folder: The bundle's.
         report: Told what happens.
         head_tokens: int32 [any], the ids that get logits, ascending; None for all.
+        beside: The decoder with the forms that lie there already, to which these are added.
+
+    Returns:
+        The decoder in all its forms, in the order of FORMS.
 
     Raises:
         ExportError: The source cannot be exported so.
     """
     if role.source.kind == "graph":
         return _take_decoder(role, folder, report)
-    label = f"{role.name} ({role.precision})"
-    report(f"{label}: building the graph from {role.source.name}", 0, 0)
+    from .packed_checkpoint import unpacked  # needs torch, which graphs that are taken as they are do not
 
-    def quantising(done: int, total: int) -> None:
-        report(f"{label}: quantising the weights", done, total)
-
-    def save(model: ir.Model) -> tuple[FileRecord, ...]:
-        return _save_graph(model, folder, role.name, lambda done, total: report(f"{label}: writing the weights", done, total))
-
-    if role.exporter == "mobius":
-        return _write_lowered(build_base_graph(role.source), role, head_tokens, quantising, save)
-    with optimum_graph(role.source, folder, role.context_length) as traced:
-        if traced.unrecognised is None:
-            return _write_lowered(traced.model, role, head_tokens, quantising, save)
-        report(f"{label}: the graph keeps the slower form that optimum gave it. {traced.unrecognised}", 0, 0)
-        if role.lowering != "gqa" or role.precision == "fp16":
-            option = "--precision fp16" if role.precision == "fp16" else f"--lowering {role.lowering}"
-            raise ExportError(f"{option} needs more of {role.source.name}'s graph than was recognised. {traced.unrecognised}")
+    gc.collect()  # graphs are full of cycles: the weights of the one before go now
+    report(role.title(BUILDING.format(role.source.name)), 0, 0)
+    forms = [] if beside is None else list(beside.forms)
+    kept = KeptWeights.of(role.source) if role.precision == KEPT else None
+    with unpacked(role.source, folder) as source, _base_graph(replace(role, source=source), folder) as base:
         if head_tokens is not None:
-            cut_head(traced.model, head_tokens)
-        if role.precision in BITS:
-            quantize_graph(traced.model, role.precision, quantising, block_size=role.block_size)
-        graph = save(traced.model)
+            cut_head(base.model, head_tokens)
+        if base.unrecognised is not None:
+            return _write_growing(base, role, folder, report, alone=not forms, kept=kept)
+        for lowering in role.lowerings:
+            # The last one may have the base graph, whose weights then go as they are rounded.
+            model = base.model if lowering == role.lowerings[-1] else clone_model(base.model)
+            forms.append(_write_form(model, role, lowering, folder, forms, report, kept))
+    first, *others = sorted(forms, key=lambda form: FORMS.index(form.lowering))
+    return replace(first, other_forms=tuple(others))
+
+
+def _base_graph(role: Role, folder: Path) -> AbstractContextManager[TracedGraph]:
+    if role.exporter == "mobius":
+        return nullcontext(TracedGraph(build_base_graph(role.source), None))
+    return optimum_graph(role.source, folder, role.context_length)
+
+
+def _write_growing(
+    traced: TracedGraph, role: Role, folder: Path, report: Report, *, alone: bool, kept: KeptWeights | None
+) -> DecoderSpec:
+    """Saves a graph of which too little was recognised to lower it."""
+    if role.lowerings != ("gqa",) or not alone or role.precision in ("fp16", "bf16"):
+        option = f"--lowering {role.lowering}" if role.lowerings != ("gqa",) or not alone else f"--precision {role.precision}"
+        raise ExportError(f"{option} needs more of {role.source.name}'s graph than was recognised. {traced.unrecognised}")
+    report(role.title(f"the graph keeps the slower form that optimum gave it. {traced.unrecognised}"), 0, 0)
+    quantizer = rounding(BITS[role.precision], role.block_size) if role.precision in BITS else kept
+    if quantizer is not None and role.calibrated is not None:
+        quantizer = role.calibrated.before(quantizer)
+    if quantizer is not None:
+        quantize_graph(traced.model, quantizer, role.counter(QUANTISING, "gqa", report))
+    _require_all_found(role, kept)
+    graph = save_graph(traced.model, folder, role.name, "model", (), role.counter(WRITING, "gqa", report))
     interface = read_interface(folder / graph[0].path)
     spec = decoder_spec(role.source, role.source.path, interface, graph, role.context_length)
-    return replace(spec, block_size=role.block_size if role.precision in BITS else None)
+    size = role.block_size if role.precision in BITS else None
+    return replace(spec, block_size=size, quantizer=_quantizer_of(role), exporter=role.exporter)
 
 
-def _write_lowered(
+def _require_all_found(role: Role, kept: KeptWeights | None) -> None:
+    for weights in (kept, role.calibrated):
+        if weights is not None:
+            weights.require_all_found()
+
+
+def _quantizer_of(role: Role) -> str | None:
+    return role.quantizer if role.precision in BITS else None
+
+
+def _write_form(
     model: ir.Model,
     role: Role,
-    head_tokens: NDArray[np.int32] | None,
-    on_weight: Callable[[int, int], None],
-    save: Callable[[ir.Model], tuple[FileRecord, ...]],
+    lowering: str,
+    folder: Path,
+    forms: Sequence[DecoderSpec],
+    report: Report,
+    kept: KeptWeights | None,
 ) -> DecoderSpec:
-    """Lowers a base graph, and saves it."""
-    if head_tokens is not None:
-        cut_head(model, head_tokens)
-    geometry = lower(model, role.lowering, role.precision, role.context_length, on_weight, block_size=role.block_size)
+    """Lowers a base graph, and saves it beside the forms that are there."""
+    on_weight = role.counter(QUANTISING, lowering, report)
+    geometry = lower(
+        model,
+        lowering,
+        role.precision,
+        role.context_length,
+        on_weight,
+        block_size=role.block_size,
+        kept=kept,
+        calibrated=role.calibrated,
+    )
+    _require_all_found(role, kept)
+    name = lowering if forms else "model"
     return DecoderSpec(
         source=role.source.name,
         architecture=role.source.architecture,
-        graph=save(model),
-        lowering=role.lowering,
+        graph=save_graph(model, folder, role.name, name, forms, role.counter(WRITING, lowering, report)),
+        lowering=lowering,
         precision=role.precision,
         num_layers=geometry.num_layers,
         num_key_value_heads=geometry.num_key_value_heads,
         head_size=geometry.head_size,
         vocab_size=int(model.graph.outputs[0].shape[2]),
         context_length=role.context_length,
-        cache_dtype="float16" if computes_in_half_precision(role.lowering, role.precision) else "float32",
+        cache_dtype=compute_type(lowering, role.precision).numpy().name,
         spare_slots=geometry.spare_slots,
         min_rows=1,
         block_size=role.block_size if role.precision in BITS else None,
+        quantizer=_quantizer_of(role),
+        exporter=role.exporter,
         cache_capacity=geometry.cache_capacity,
         names=graph_names(model),
     )
@@ -183,19 +206,26 @@ def check_decoders(
     gc.collect()
     checked = dict(specs)
     for source, group in itertools.groupby(roles, key=lambda role: role.source):
-        names = [role.name for role in group]
+        members = list(group)
+        names = [role.name for role in members]
         if source.kind == "graph":
             report(f"checking the cache of {source.name}", 0, 0)
             for name in names:
-                checked[name] = replace(specs[name], parity={"pieces": check_cache(specs[name], folder, probes[name])})
-        else:
-            report(f"comparing with {source.name} in torch", 0, 0)
-            heads = [head_tokens.get(name) for name in names]
-            parities = check_parity(source, [specs[name] for name in names], folder, probes[names[0]], heads)
-            checked |= {name: replace(specs[name], parity=parity) for name, parity in zip(names, parities, strict=True)}
-        for name in names:
-            report(f"{name}: measuring row equality", 0, 0)
-            checked[name] = _with_pass_shape(source, checked[name], folder, probes[name])
+                spec = replace(specs[name], parity={"pieces": check_cache(specs[name], folder, probes[name])})
+                checked[name] = _with_pass_shape(source, spec, folder, probes[name])
+            continue
+        report(COMPARING.format(source.name), 0, 0)
+        forms = [(role, form) for role in members for form in specs[role.name].forms]
+        heads = [head_tokens.get(role.name) for role, _ in forms]
+        from .packed_checkpoint import unpacked
+
+        with unpacked(source, folder) as plain:
+            calibrated = [role.calibrated for role, _ in forms]
+            parities = check_parity(plain, [form for _, form in forms], folder, probes[names[0]], heads, calibrated)
+        measured: dict[str, list[DecoderSpec]] = {name: [] for name in names}
+        for (role, form), parity in zip(forms, parities, strict=True):
+            measured[role.name].append(_measured(role, form, parity, folder, probes[role.name], report))
+        checked |= {name: replace(first, other_forms=tuple(others)) for name, (first, *others) in measured.items()}
     return checked
 
 
@@ -208,21 +238,32 @@ def _take_decoder(role: Role, folder: Path, report: Report) -> DecoderSpec:
     return spec
 
 
+def _measured(
+    role: Role, form: DecoderSpec, parity: Mapping[str, Any], folder: Path, probe: list[int], report: Report
+) -> DecoderSpec:
+    if form.parity:
+        return form  # it lay in the bundle, and was compared again because all forms must be of one checkpoint
+    report(role.title(MEASURING, form.lowering), 0, 0)
+    if role.is_quantised:
+        parity = {**parity, "size": _size(role, form)}
+    return _with_pass_shape(role.source, replace(form, parity=parity), folder, probe)
+
+
+def _size(role: Role, form: DecoderSpec) -> dict[str, float]:
+    """Returns what quantisation saves, for the manifest: the form's own size, and its share of the checkpoint's in fp32."""
+    size = sum(file.size for file in form.graph)
+    share = size / (role.source.num_parameters * BYTES_PER_WEIGHT["fp32"])
+    return {"megabytes": float(f"{size / 1e6:.4g}"), "share_of_fp32": float(f"{share:.3g}")}
+
+
 def _with_pass_shape(source: Source, spec: DecoderSpec, folder: Path, probe: list[int]) -> DecoderSpec:
-    shape = measure_row_equality(OrtBackend().load(spec, folder), probe)
+    with computed_in_float32(spec, folder) as runnable:
+        shape = measure_row_equality(OrtBackend().load(runnable, folder), probe)
     if shape is None:
         raise ExportError(
             f"On this machine the graph of {source.name} gives other bits for a row when the text is cut into other "
             "passes, at any number of rows up to 16: its greedy text could depend on speculation."
         )
-    spec = replace(spec, min_rows=shape.min_rows, row_multiple=shape.row_multiple)
+    spec = replace(spec, min_rows=shape.min_rows, row_multiple=shape.row_multiple, rows_measured_on=cpu_kernels())
     # Padding rows stand at the places behind the last token, where the model may have no position left.
     return replace(spec, context_length=min(spec.context_length, source.context_length - spec.most_padding))
-
-
-def _save_graph(model: ir.Model, folder: Path, name: str, on_tensor: Callable[[int, int], None]) -> tuple[FileRecord, ...]:
-    (folder / name).mkdir()
-    path, data = folder / name / "model.onnx", "model.onnx.data"
-    ir.save(model, path, external_data=data, callback=lambda _tensor, state: on_tensor(state.index + 1, state.total))
-    written = [path.name, data] if path.with_name(data).exists() else [path.name]
-    return tuple(FileRecord.of(folder, f"{name}/{file}") for file in written)

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from runtime.contract import DecoderSpec, TokenizerSpec
 from runtime.draft_vocabulary import DraftVocabulary
 
-from .decoders import Report
 from .errors import ExportError
 from .graph_head import most_frequent_tokens
 from .pair import SharedVocabulary
+from .role import COUNTING, Report
 from .target_samples import sample_tokens
 from .tokenizer import TokenizerAssets
 
@@ -37,6 +37,11 @@ class DraftTokens:
     num_head_tokens: int | None
     text: str | None
 
+    @property
+    def samples_target(self) -> bool:
+        """Whether the target is to write texts that tokens are counted in."""
+        return self.num_head_tokens is not None and self.text is None
+
     def choose_head(
         self, target: DecoderSpec, tokenizer: TokenizerSpec, folder: Path, report: Report
     ) -> NDArray[np.int32] | None:
@@ -55,8 +60,7 @@ class DraftTokens:
             return None
         text = self.text
         if text is None:
-            title = "counting tokens in texts of the target"
-            sampled = sample_tokens(target, tokenizer, folder, lambda done, total: report(title, done, total))
+            sampled = sample_tokens(target, tokenizer, folder, lambda done, total: report(COUNTING, done, total))
             text = Tokenizer.from_file(str(folder / tokenizer.file.path)).decode(sampled)
         ids = Tokenizer.from_str(self.assets.tokenizer_json).encode(text, add_special_tokens=False).ids
         if len(ids) < _FEWEST_COUNTED:

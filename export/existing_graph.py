@@ -4,7 +4,7 @@ Nothing is exported and torch is not needed. The folder says where the graph is 
 runtime must feed it is read from its inputs and outputs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,27 @@ def find_graph(path: Path) -> Path | None:
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
-    if (path / GENAI_CONFIG).is_file():
-        graph: Path = path / _genai_model(path)["decoder"]["filename"]
+    graphs = sorted(file.relative_to(path).as_posix() for file in (*path.glob("*.onnx"), *path.glob("onnx/*.onnx")))
+    if (usual := usual_graph(path, graphs)) is not None:
+        graph = path / usual
         if not graph.is_file():
             raise ExportError(f"{path / GENAI_CONFIG} names the graph {graph.name}, which is not there: complete the folder.")
         return graph
-    if found := next((path / name for name in _GRAPHS if (path / name).is_file()), None):
-        return found
-    others = sorted(file.relative_to(path).as_posix() for file in (*path.glob("*.onnx"), *path.glob("onnx/*.onnx")))
-    if others:
-        raise ExportError(f"{path} holds {', '.join(others[:6])}, none of them named model.onnx: pass the file you mean.")
+    if graphs:
+        raise ExportError(f"{path} holds {', '.join(graphs[:6])}, none of them named model.onnx: pass the file you mean.")
     return None
+
+
+def usual_graph(folder: Path, graphs: Collection[str]) -> str | None:
+    """Returns the graph that a folder's genai_config.json names, or else one of a usual name; None where there is neither.
+
+    Args:
+        folder: Where the configuration is.
+        graphs: Paths of graphs, relative to it.
+    """
+    if (folder / GENAI_CONFIG).is_file():
+        return str(_genai_model(folder)["decoder"]["filename"])
+    return next((name for name in _GRAPHS if name in graphs), None)
 
 
 def graph_source(name: str, graph: Path) -> Source:

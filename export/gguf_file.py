@@ -1,13 +1,16 @@
-"""Opening a GGUF file: its metadata and tensor table, whole, or a sentence that says what is wrong."""
+"""Opening a GGUF file: its metadata and tensor table, whole, or a sentence that says what is wrong; and one tensor's values."""
 
 from pathlib import Path
 
-from gguf import GGUFReader, GGUFValueType
-from gguf.gguf_reader import ReaderField
+import numpy as np
+from gguf import GGUFReader, GGUFValueType, dequantize
+from gguf.gguf_reader import ReaderField, ReaderTensor
+from numpy.typing import NDArray
 
 from .errors import ExportError
 
 _MAGIC = b"GGUF"
+_CHUNK = 1 << 22  # values dequantised at once: gguf's own functions hold them twice
 
 
 def read_gguf(path: Path) -> GGUFReader:
@@ -32,6 +35,28 @@ def read_gguf(path: Path) -> GGUFReader:
     if not whole:
         raise ExportError(f"{path} is cut short or damaged ({path.stat().st_size:,} bytes): fetch it again.")
     return reader
+
+
+def dequantize_tensor(path: Path, tensor: ReaderTensor) -> NDArray[np.float32]:
+    """Returns a tensor's values, float32 [rows, columns] or as its shape is, in memory of their own.
+
+    The codes are read, not mapped: mapped pages would count as this process's memory long after the tensor was needed.
+
+    Args:
+        path: The file.
+        tensor: An entry of the table that `read_gguf` gave.
+    """
+    shape = tuple(reversed(tensor.shape.tolist()))
+    stored = tensor.data.reshape(-1, tensor.data.shape[-1])  # only its shape and type are looked at
+    values = np.empty((len(stored), shape[-1]), np.float32)
+    step = max(1, _CHUNK // shape[-1])
+    with path.open("rb") as file:
+        file.seek(int(tensor.data_offset))
+        for begin in range(0, len(stored), step):
+            rows = stored[begin : begin + step]
+            codes = np.frombuffer(file.read(rows.nbytes), stored.dtype).reshape(rows.shape)
+            values[begin : begin + step] = dequantize(codes, tensor.tensor_type)
+    return values.reshape(shape)
 
 
 def _is_whole(field: ReaderField) -> bool:

@@ -1,5 +1,6 @@
 """Edits of a graph that the lowerings and the quantisations have in common."""
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,11 +9,11 @@ import onnx_ir as ir
 CONTRIB = "com.microsoft"
 
 
-def add_initializer(graph: ir.Graph, name: str, values: np.ndarray) -> ir.Value:
-    """Adds a constant to a graph, or returns the one that already has its name."""
+def add_initializer(graph: ir.Graph, name: str, values: np.ndarray | np.generic | ir.TensorProtocol) -> ir.Value:
+    """Adds a constant to a graph, or returns the one that already has its name; a lazy tensor is not computed."""
     if (there := graph.initializers.get(name)) is not None:
         return there
-    tensor = ir.tensor(values, name=name)
+    tensor = ir.tensor(values, name=name) if isinstance(values, np.ndarray | np.generic) else values
     value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
     graph.register_initializer(value)
     return value
@@ -28,3 +29,12 @@ def replace_node(graph: ir.Graph, old: ir.Node, nodes: Sequence[ir.Node], output
             before.name = None
         ir.convenience.replace_all_uses_with(before, after)
     graph.remove(old, safe=True)
+
+
+def clone_model(model: ir.Model) -> ir.Model:
+    """Returns a copy of a graph that shares the constants' values and nothing else; onnx_ir's own would share types too."""
+    clone = model.clone()
+    for graph in clone.graphs():
+        for value in (*graph.inputs, *graph.initializers.values(), *(output for node in graph for output in node.outputs)):
+            value.type = copy.copy(value.type)
+    return clone

@@ -15,14 +15,15 @@ from .errors import ExportError
 from .graph_edit import add_initializer
 
 NUM_LOGITS_TO_KEEP = "num_logits_to_keep"
+LOGITS_ROWS = "logits_rows"
 _SCALES_LOGITS = frozenset({"Cast", "Identity", "Mul", "Div", "Tanh"})
 
 
-def select_rows(model: ir.Model) -> bool:
+def keep_last_rows(model: ir.Model) -> bool:
     """Lets an input choose how many rows of logits are computed, in place: the last ones, all where it is 0 or not given.
 
     A prefill needs one row, and the head is a good part of a small model. The input has a default, so that programs that do not
-    know it run the graph as before.
+    know it run the graph as before. For ONNX Runtime, which computes shapes from numbers; see select_rows for engines.
 
     Returns:
         Whether that was done; not where the logits come from something else than a product with a constant matrix.
@@ -43,6 +44,34 @@ def select_rows(model: ir.Model) -> bool:
     product.replace_input_with(0, rows.outputs[0])
     logits = graph.outputs[0]
     logits.shape = None if logits.shape is None else ir.Shape([logits.shape[0], "logits_rows", logits.shape[2]])
+    return True
+
+
+def select_rows(model: ir.Model) -> bool:
+    """Lets an input name the rows of a pass that reach the head, in place: int64 [logits_rows], any of them in any order.
+
+    What TensorRT takes: the number of rows is the input's own size, which a profile bounds, and no shape depends on what is in
+    a tensor. So passes can be enqueued ahead of each other.
+
+    Returns:
+        Whether that was done; see keep_last_rows.
+    """
+    graph = model.graph
+    product = _head_of(graph.outputs[0])
+    if product is None:
+        return False
+    hidden = product.inputs[0]
+    chosen = ir.Value(name=LOGITS_ROWS, shape=ir.Shape([LOGITS_ROWS]), type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.append(chosen)
+    gather = ir.node("Gather", [hidden, chosen], attributes={"axis": 1})
+    rows = gather.outputs[0]
+    rows.name = "head.rows"
+    if hidden.dtype is not None:
+        rows.type = ir.TensorType(hidden.dtype)  # not hidden.type, which would change with it
+    graph.insert_before(product, gather)
+    product.replace_input_with(0, rows)
+    logits = graph.outputs[0]
+    logits.shape = None if logits.shape is None else ir.Shape([logits.shape[0], LOGITS_ROWS, logits.shape[2]])
     return True
 
 

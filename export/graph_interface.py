@@ -190,6 +190,13 @@ def _logits_width(outputs: Types, path: Path) -> int | None:
     return shape[2]
 
 
+def computes_one_row(path: Path) -> bool:
+    """Whether a graph gives one row of logits by what its operators do, whatever its output's shape says."""
+    inferred = onnx.shape_inference.infer_shapes(load_onnx(path))
+    logits = next(value for value in inferred.graph.output if value.name == "logits")
+    return logits.type.tensor_type.shape.dim[1].dim_value == 1
+
+
 def last_row_only(path: Path) -> str:
     """The sentence for a graph whose head computes one row."""
     return (

@@ -36,15 +36,21 @@ def external_files(model: onnx.ModelProto, path: Path) -> tuple[str, ...]:
         ExportError: A file is missing, shorter than what the graph reads of it, or outside the folder, where ONNX Runtime
             refuses it.
     """
+    sizes = external_sizes(model)
+    for location, size in sizes.items():
+        _check_external_file(path, location, size)
+    return tuple(sorted(sizes))
+
+
+def external_sizes(model: onnx.ModelProto) -> dict[str, int]:
+    """Returns the names of a graph's external data, and how many bytes of each it reads; they need not be there."""
     sizes: dict[str, int] = {}
     for graph in all_graphs(model.graph):
         for tensor in _constants(graph):
             if uses_external_data(tensor):
                 info = ExternalDataInfo(tensor)
                 sizes[info.location] = max(sizes.get(info.location, 0), (info.offset or 0) + (info.length or 0))
-    for location, size in sizes.items():
-        _check_external_file(path, location, size)
-    return tuple(sorted(sizes))
+    return sizes
 
 
 def all_graphs(graph: GraphProto) -> Iterator[GraphProto]:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from .errors import ExportError
 from .graph_edit import CONTRIB
+from .known_models import check_known
 from .optimum_fusion import fuse_decoder
 from .source import Source
 
@@ -33,7 +34,7 @@ def choose_exporter(source: Source, asked: str) -> str:
         asked: One of EXPORTERS; "auto" is mobius, and optimum where it is installed and mobius does not know the model.
 
     Raises:
-        ExportError: optimum is asked for and not installed, or cannot read the source.
+        ExportError: optimum is asked for and not installed, or cannot read the source; or the model is not known.
     """
     if asked not in EXPORTERS:
         raise ExportError(f"The source of graphs '{asked}' is unknown; there are {', '.join(EXPORTERS)}.")
@@ -41,11 +42,17 @@ def choose_exporter(source: Source, asked: str) -> str:
         raise ExportError(f"optimum reads Hugging Face folders, and {source.name} is none: leave --source out.")
     if asked == "optimum" and _installed() is None:
         raise ExportError("--source optimum needs the package optimum-onnx: pip install '.[export,optimum]'.")
-    if asked != "auto" or source.kind != "folder" or _installed() is None:
+    check_known(source, can_trace=asked != "mobius" and can_trace(source))
+    if asked != "auto" or not can_trace(source):
         return asked if asked == "optimum" else "mobius"
     import mobius
 
     return "mobius" if source.architecture in mobius.registry else "optimum"
+
+
+def can_trace(source: Source) -> bool:
+    """Tells whether optimum is installed and reads such a source; whether it knows the model shows when it is asked."""
+    return source.kind == "folder" and _installed() is not None
 
 
 @dataclass(frozen=True)

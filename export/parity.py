@@ -5,7 +5,8 @@ activations for this comparison, so that the tolerance stays tight enough to fin
 itself moves the text, and the rounded activations after it, is measured beside it and recorded.
 """
 
-import copy
+import functools
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,20 +22,25 @@ from runtime.decoder import Decoder
 from runtime.errors import SpecError
 from runtime.ort.backend import OrtBackend
 
-from .errors import ExportError
+from .bfloat16 import computed_in_float32, round_parameters
+from .errors import ExportError, OtherModelError
 from .lowerings import STANDARD_FORMS
-from .quantization import BITS, BLOCK_SIZE, block_size_of, dequantize_blockwise, quantize_blockwise
+from .quantization import BITS, BLOCK_SIZE, KEPT, Quantizer, dequantize_blockwise, rounding
 from .source import Source
 
 if TYPE_CHECKING:
     import torch
 
+    from .calibration import CalibratedWeights
+    from .reference import Reference, Rounding
+
 # Float32 sums in another order: SmolLM2-135M differs by 1e-4 at most, in logits that span some 40.
 TOLERANCE = 1e-2
-TOLERANCES = {"float32": TOLERANCE, "float16": 0.25}
+TOLERANCES = {"float32": TOLERANCE, "float16": 0.25, "bfloat16": 0.25}
 _PROMPT_TOKENS = 32
 _BLOCK_TOKENS = 5
 _REWIND = 7
+_ROWS = 1 << 10  # of a matrix, rounded at once
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ def check_parity(
     folder: Path,
     token_ids: list[int],
     heads: Sequence[NDArray[np.int32] | None] | None = None,
+    calibrated: "Sequence[CalibratedWeights | None] | None" = None,
 ) -> list[dict[str, dict[str, float]]]:
     """Compares exported decoders with their checkpoint: prefill, one token, a block on a filled cache, after a rewind.
 
@@ -81,6 +88,7 @@ def check_parity(
         folder: The bundle's folder, where their graphs lie.
         token_ids: Tokens of an ordinary text, at least 45.
         heads: For each decoder, int32 [any], the ids its head has, or None for all; None for all of all.
+        calibrated: For each decoder, what was rounded by GPTQ, or None; None where nothing was.
 
     Returns:
         For each decoder, figures by step for the manifest; for quantised weights also what the rounding did.
@@ -89,25 +97,10 @@ def check_parity(
         ExportError: A step differs by more than TOLERANCES allow; the sentence names the step and the figures.
     """
     texts = _ProbeTexts.of(token_ids)
-    reference = load_reference(source)
-    try:
-        original = reference_logits(reference, texts.straight)
-    except Exception as error:  # whatever a config with odd values makes torch raise
-        reason = str(error).partition("\n")[0][:200]
-        raise ExportError(
-            f"The checkpoint {source.name} does not run in torch ({type(error).__name__}: {reason}): "
-            "its config and its weights do not fit."
-        ) from error
-    figures = []
-    for spec, head in zip(specs, heads or [None] * len(specs), strict=True):
-        rounded = reference
-        if spec.precision in BITS:
-            # The last one may keep the rounding: a second copy of a large model is a lot of memory.
-            rounded = reference if spec is specs[-1] else copy.deepcopy(reference)
-            rounding = round_products if spec.lowering in STANDARD_FORMS else round_weights
-            rounding(rounded, BITS[spec.precision], spec.block_size or BLOCK_SIZE)
-        figures.append(_compare(source, spec, folder, texts, rounded, original, head))
-    return figures
+    original, expected = _reference_logits(source, specs, texts, calibrated or [None] * len(specs))
+    gc.collect()  # the checkpoint's pages go before ONNX Runtime takes memory
+    given = zip(specs, expected, heads or [None] * len(specs), strict=True)
+    return [_compare(source, spec, folder, texts, logits, original, head) for spec, logits, head in given]
 
 
 @dataclass(frozen=True)
@@ -124,37 +117,71 @@ class _ProbeTexts:
         # After the rewind other tokens follow, so that stale cache entries would show.
         return cls(token_ids[:_PROMPT_TOKENS], straight, [*straight[:-_REWIND], *reversed(token_ids[-_REWIND:])])
 
+    @property
+    def both(self) -> list[list[int]]:
+        """The two whole texts, which are of one length."""
+        return [self.straight, self.turned]
+
+
+def _reference_logits(
+    source: Source, specs: Sequence[DecoderSpec], texts: _ProbeTexts, calibrated: "Sequence[CalibratedWeights | None]"
+) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
+    """Computes the texts in torch.
+
+    Returns:
+        float32 [tokens, vocab_size] of the straight text as the checkpoint has it; and for each decoder float32 [2, tokens,
+        vocab_size] of both texts, from weights that were rounded as its own.
+    """
+    from .reference import load_reference
+
+    reference = load_reference(source)
+    try:
+        original = reference.logits(texts.both)
+    except Exception as error:  # whatever a config with odd values makes torch raise
+        reason = str(error).partition("\n")[0][:200]
+        raise ExportError(
+            f"The checkpoint {source.name} does not run in torch ({type(error).__name__}: {reason}): "
+            "its config and its weights do not fit."
+        ) from error
+    roundings = [rounding_of(spec, reference, weights) for spec, weights in zip(specs, calibrated, strict=True)]
+    expected = [original if rounding is None else reference.logits(texts.both, rounding) for rounding in roundings]
+    return original[0], expected
+
 
 def _compare(
     source: Source,
     spec: DecoderSpec,
     folder: Path,
     texts: _ProbeTexts,
-    reference: "torch.nn.Module",
+    logits: NDArray[np.float32],
     original: NDArray[np.float32],
     head: NDArray[np.int32] | None,
 ) -> dict[str, dict[str, float]]:
     columns = slice(None) if head is None else head
     original = original[:, columns]
-    expected = {text: reference_logits(reference, getattr(texts, text))[:, columns] for text in ("straight", "turned")}
+    expected = dict(zip(("straight", "turned"), logits[:, :, columns], strict=True))
     figures: dict[str, dict[str, float]] = {}
-    with exact_activations(spec, folder) as exact_spec:
+    with computed_in_float32(spec, folder) as runnable, exact_activations(runnable, folder) as exact_spec:
         model = OrtBackend(exact_products=True).load(exact_spec, folder)
         for step, rows, found in _steps(source, model, texts):
             comparison = Comparison.of(expected["turned" if step == "rewind" else "straight"][rows], found)
             figures[step] = comparison.rounded()
             tolerance = TOLERANCES[spec.cache_dtype]
             if not comparison.max_difference <= tolerance:
-                raise ExportError(
-                    f"The exported graph of {source.name} does not compute what its checkpoint does: at the step '{step}' "
-                    f"logits differ by {comparison.max_difference:.3g} (at most {tolerance} is allowed) and "
-                    f"{comparison.same_top_token:.0%} of the top tokens agree. Nothing was written.{_other_way(source, spec)}"
+                raise OtherModelError(
+                    f"The exported graph of {source.name} ('{spec.architecture}') does not compute what its checkpoint does: "
+                    f"at the step '{step}' logits differ by {comparison.max_difference:.3g} (at most {tolerance} is allowed) "
+                    f"and {comparison.same_top_token:.0%} of the top tokens agree{_other_way(source, spec)}.",
+                    source.name,
                 )
-    if spec.precision in BITS:
+    if spec.precision in BITS or (spec.precision == KEPT and spec.lowering not in STANDARD_FORMS):
         length = len(texts.straight)
         found = Decoder(OrtBackend().load(spec, folder), length, num_rows=length).forward(texts.straight, length)
-        figures["rounded_weights"] = Comparison.of(original, expected["straight"]).rounded()
-        figures["rounded_weights_and_activations"] = Comparison.of(original, found).rounded()
+        if spec.precision == KEPT:
+            figures["rounded_activations"] = Comparison.of(original, found).rounded()
+        else:
+            figures["rounded_weights"] = Comparison.of(original, expected["straight"]).rounded()
+            figures["rounded_weights_and_activations"] = Comparison.of(original, found).rounded()
     return figures
 
 
@@ -162,7 +189,7 @@ def _other_way(source: Source, spec: DecoderSpec) -> str:
     """What may help where what was built is another model than the checkpoint's."""
     if source.kind != "folder" or spec.lowering == "growing":
         return ""
-    return f" Not all options of its config ('{spec.architecture}') may be known: try the other --source, mobius or optimum."
+    return "; what built it may not know all options of its config: try the other --source, mobius or optimum"
 
 
 def _steps(source: Source, model: Model, texts: _ProbeTexts) -> Iterator[tuple[str, slice, NDArray[np.float32]]]:
@@ -181,85 +208,32 @@ def _steps(source: Source, model: Model, texts: _ProbeTexts) -> Iterator[tuple[s
         raise ExportError(f"{source.name} was not exported: {error}") from error
 
 
-def load_reference(source: Source) -> "torch.nn.Module":
-    """Loads a checkpoint in torch, float32, as transformers reads it.
-
-    Raises:
-        ExportError: transformers cannot load it.
-    """
-    import torch
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    try:
-        if source.kind == "gguf":
-            reference = transformers.AutoModelForCausalLM.from_pretrained(
-                source.path.parent, gguf_file=source.path.name, dtype=torch.float32
-            )
-        else:
-            reference = transformers.AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=torch.float32, attn_implementation="eager"
-            )
-    except Exception as error:  # whatever transformers and its readers raise
-        reason = str(error).strip().partition("\n")[0][:300]
-        raise ExportError(
-            f"transformers could not load {source.name} for the parity check: {type(error).__name__}: {reason}"
-        ) from error
-    module: torch.nn.Module = reference.eval()
-    return module
+def rounding_of(spec: DecoderSpec, reference: "Reference", calibrated: "CalibratedWeights | None" = None) -> "Rounding | None":
+    """Returns what a decoder's precision and lowering did to the weights of its checkpoint; None where that is nothing."""
+    if spec.precision == "bf16":
+        return round_parameters
+    if spec.precision not in BITS:
+        return None
+    # Graphs in standard operators hold codes of matrices that are multiplied by, never of those looked up in.
+    is_standard = spec.lowering in STANDARD_FORMS
+    embedding = None if is_standard else reference.module.get_input_embeddings()
+    quantizer = rounding(BITS[spec.precision], spec.block_size or BLOCK_SIZE, positive_scales=is_standard)
+    return functools.partial(
+        _round_matrix, embedding=embedding, quantizer=quantizer if calibrated is None else calibrated.before(quantizer)
+    )
 
 
-def reference_logits(reference: "torch.nn.Module", token_ids: list[int]) -> NDArray[np.float32]:
-    """Returns float32 [len(token_ids), vocab_size], computed in one piece without a cache."""
-    import torch
+def _round_matrix(module: "torch.nn.Module", *, embedding: "torch.nn.Module | None", quantizer: Quantizer) -> None:
+    """Sends a module's matrix through the rounding of a quantised graph, in place."""
+    from .reference import is_matrix, matrix_rows
 
-    with torch.inference_mode():
-        logits: NDArray[np.float32] = reference(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
-    return logits
-
-
-def round_weights(reference: "torch.nn.Module", bits: int, block_size: int = BLOCK_SIZE) -> None:
-    """Sends the matrices that a quantised graph holds through the same rounding, in place; tied ones once."""
-    import torch
-
-    done: set[int] = set()
-    for module in reference.modules():
-        is_rounded = _multiplies(module) or module is reference.get_input_embeddings()
-        if is_rounded and module.weight.data_ptr() not in done:
-            done.add(module.weight.data_ptr())
-            with torch.no_grad():
-                module.weight.copy_(_rounded(module, bits, block_size))
-
-
-def round_products(reference: "torch.nn.Module", bits: int, block_size: int = BLOCK_SIZE) -> None:
-    """As round_weights, for graphs in standard operators: matrices that are multiplied by, never those looked up in."""
-    import torch
-
-    for module in reference.modules():
-        if _multiplies(module):
-            # A new tensor: the old one may be an embedding too.
-            values = _rounded(module, bits, block_size, positive_scales=True)
-            module.weight = torch.nn.Parameter(values, requires_grad=False)
-
-
-def _multiplies(module: "torch.nn.Module") -> bool:
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, torch.nn.Linear | Conv1D)
-
-
-def _rounded(module: "torch.nn.Module", bits: int, block_size: int, *, positive_scales: bool = False) -> "torch.Tensor":
-    """Returns a layer's weights after the rounding."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    weights = module.weight.detach().numpy()
-    # GPT-2's layers hold [columns, rows], all others [rows, columns].
-    rows = weights.T if isinstance(module, Conv1D) else weights
-    size = block_size_of(rows.shape[1], block_size)
-    values = dequantize_blockwise(quantize_blockwise(rows, bits, size, positive_scales=positive_scales))
-    return torch.from_numpy((values.T if isinstance(module, Conv1D) else values).copy())
+    if not is_matrix(module) and module is not embedding:
+        return
+    rows = matrix_rows(module)
+    for begin in range(0, len(rows), _ROWS):
+        chunk = quantizer(rows[begin : begin + _ROWS])
+        assert chunk is not None, "whatever rounds, rounds all matrices"
+        rows[begin : begin + _ROWS] = dequantize_blockwise(chunk)
 
 
 class exact_activations:  # noqa: N801 - reads as a statement: with exact_activations(...)

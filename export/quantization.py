@@ -1,25 +1,21 @@
-"""Weight-only quantisation in blocks: the arithmetic, and the pass that puts it into a lowered graph.
+"""Weight-only quantisation in blocks: the arithmetic, in the layout of ONNX Runtime's MatMulNBits.
 
-Symmetric, one float32 scale for every block of an output row; in the layout of ONNX Runtime's MatMulNBits (projections and
-head) and GatherBlockQuantized (embedding), which share one tensor where the model ties them.
+One float32 scale for every block of an output row. What is rounded here is symmetric; what a checkpoint brings may have zero
+points, or an offset for each block.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
-
-from .errors import ExportError
-from .graph_edit import CONTRIB, add_initializer, replace_node
 
 BLOCK_SIZES = (32, 64, 128)
 BLOCK_SIZE = 32
-# Activations are rounded to int8 blockwise, row by row: the fastest kernel, and the one whose rows do not depend on how
-# many rows a pass has.
-ACCURACY_LEVEL = 4
 BITS = {"int8": 8, "int4": 4}
+# The precision of weights that keep the form their checkpoint has: see export.kept_weights.
+KEPT = "checkpoint"
 # Scales tried for a block of 4-bit weights, relative to the one that spares its largest weight. They save a tenth of the
 # squared error of normal weights, and up to a third for matrices of Qwen2.5; more candidates save no more.
 _SCALE_FACTORS = (0.95, 0.9, 0.84, 0.78, 0.72, 0.65)
@@ -28,14 +24,16 @@ _CHUNK = 1 << 18  # weights rounded at once: what fits a core's cache
 
 @dataclass(frozen=True)
 class BlockwiseWeights:
-    """A weight matrix in blocks along its input dimension.
+    """A weight matrix in blocks along its input dimension: weight = (code - zero point) * scale + offset.
 
     Attributes:
         packed: uint8 [rows, blocks, block_size * bits / 8]; with 4 bits the even weight stands in the low half of a byte.
-        scales: float32 [rows, blocks]; weight = (code - 2**(bits - 1)) * scale.
+        scales: float32 [rows, blocks].
         bits: 4 or 8.
         columns: The matrix's input dimension, before it was padded to whole blocks.
         block_size: Weights that share a scale.
+        zero_points: uint8 [rows, blocks]; None where each is 2**(bits - 1).
+        offsets: float32 [rows, blocks]; None where each is zero.
     """
 
     packed: NDArray[np.uint8]
@@ -43,6 +41,65 @@ class BlockwiseWeights:
     bits: int
     columns: int
     block_size: int
+    zero_points: NDArray[np.uint8] | None = None
+    offsets: NDArray[np.float32] | None = None
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: NDArray[np.uint8],
+        scales: NDArray[np.float32],
+        bits: int,
+        columns: int,
+        *,
+        zero_points: NDArray[np.uint8] | None = None,
+        offsets: NDArray[np.float32] | None = None,
+    ) -> "BlockwiseWeights":
+        """Packs uint8 [rows, blocks, block_size] codes."""
+        packed = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4) if bits == 4 else codes
+        return cls(packed, scales, bits, columns, codes.shape[2], zero_points, offsets)
+
+    @property
+    def codes(self) -> NDArray[np.uint8]:
+        """The codes, uint8 [rows, blocks, block_size]."""
+        if self.bits == 8:
+            return self.packed
+        return np.stack([self.packed & 0x0F, self.packed >> 4], axis=-1).reshape(*self.packed.shape[:2], self.block_size)
+
+    @property
+    def signed_codes(self) -> NDArray[np.int16]:
+        """The codes less their zero points, int16 [rows, blocks, block_size]."""
+        zero_points = np.int16(2 ** (self.bits - 1)) if self.zero_points is None else self.zero_points[:, :, None]
+        return self.codes.astype(np.int16) - zero_points
+
+    @classmethod
+    def concatenated(cls, parts: "Sequence[BlockwiseWeights]") -> "BlockwiseWeights":
+        """Puts matrices of one form below each other."""
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in parts[0].arrays}
+        return replace(parts[0], **arrays)
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays there are, by name; each has the matrix's rows first."""
+        names = ("packed", "scales", "zero_points", "offsets")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def take(self, rows: NDArray[np.intp]) -> "BlockwiseWeights":
+        """Returns the matrix of these rows, by their numbers."""
+        return replace(self, **{name: value[rows] for name, value in self.arrays.items()})
+
+
+# Turns a float32 [rows, columns] matrix of a graph into its quantised form; None where it shall stay as it is.
+Quantizer = Callable[[NDArray[np.float32]], BlockwiseWeights | None]
+
+
+def rounding(bits: int, block_size: int = BLOCK_SIZE, *, positive_scales: bool = False) -> Quantizer:
+    """Returns quantize_blockwise with these options; matrices that a block does not divide get smaller blocks."""
+
+    def quantizer(weights: NDArray[np.float32]) -> BlockwiseWeights:
+        return quantize_blockwise(weights, bits, block_size_of(weights.shape[1], block_size), positive_scales=positive_scales)
+
+    return quantizer
 
 
 def quantize_blockwise(
@@ -79,9 +136,7 @@ def quantize_blockwise(
         with np.errstate(invalid="ignore"):  # NaN weights are refused where the graph is checked
             codes[begin : begin + step] = (rounded + half).reshape(-1, blocks, block_size)
         scales[begin : begin + step] = fitted.reshape(-1, blocks)
-    if bits == 4:
-        codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
-    return BlockwiseWeights(codes, scales, bits, columns, block_size)
+    return BlockwiseWeights.of_codes(codes, scales, bits, columns)
 
 
 def _round_blocks(
@@ -131,120 +186,12 @@ def _codes(blocks: NDArray[np.float32], scales: NDArray[np.float32], half: int) 
 
 def dequantize_blockwise(weights: BlockwiseWeights) -> NDArray[np.float32]:
     """Returns the float32 [rows, columns] matrix that the packed one stands for."""
-    codes = weights.packed
-    if weights.bits == 4:
-        codes = np.stack([codes & 0x0F, codes >> 4], axis=-1).reshape(*codes.shape[:2], weights.block_size)
-    values = (codes.astype(np.float32) - np.float32(2 ** (weights.bits - 1))) * weights.scales[:, :, None]
+    values = weights.signed_codes.astype(np.float32) * weights.scales[:, :, None]
+    if weights.offsets is not None:
+        values += weights.offsets[:, :, None]
     return values.reshape(len(values), -1)[:, : weights.columns]
 
 
 def block_size_of(columns: int, largest: int) -> int:
     """Returns the largest block size up to `largest` that cuts so many columns without waste; else the smallest."""
     return next((size for size in sorted(BLOCK_SIZES, reverse=True) if size <= largest and columns % size == 0), BLOCK_SIZES[0])
-
-
-def quantize_graph(
-    model: ir.Model, precision: str, on_weight: Callable[[int, int], None], *, block_size: int = BLOCK_SIZE
-) -> None:
-    """Replaces every constant matrix of a lowered graph, embedding and head included, by its quantised form.
-
-    Args:
-        model: A lowered graph with its weights; changed in place.
-        precision: "int8" or "int4".
-        on_weight: Called with (matrices done, matrices in all) after each.
-        block_size: The most weights that share a scale; matrices that it does not divide get smaller blocks.
-
-    Raises:
-        ExportError: The graph holds no constant matrix, so quantisation would change nothing.
-    """
-    graph = model.graph
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in list(graph):
-        if (matrix := _matrix_read_by(node)) is not None:
-            readers.setdefault(matrix, []).append(node)
-    if not readers:
-        raise ExportError(f"The graph has no constant weight matrices to quantise to {precision}.")
-    for done, (matrix, nodes) in enumerate(readers.items(), start=1):
-        _quantize_matrix(graph, matrix, nodes, BITS[precision], block_size)
-        on_weight(done, len(readers))
-
-
-def _matrix_read_by(node: ir.Node) -> ir.Value | None:
-    """The constant matrix a node multiplies by or looks tokens up in, or None."""
-    if node.domain != "" or node.op_type not in {"MatMul", "Gather"}:
-        return None
-    value = node.inputs[1] if node.op_type == "MatMul" else node.inputs[0]
-    producer = value.producer()
-    if node.op_type == "MatMul" and producer is not None and producer.op_type == "Transpose":
-        value = producer.inputs[0]
-    if node.op_type == "Gather" and not _holds_tokens(node.inputs[1]):
-        return None  # a table of positions or rotations: small, and blocks of it would be rounded much
-    constant = value.const_value
-    if constant is None or len(constant.shape) != 2 or constant.dtype != ir.DataType.FLOAT:
-        return None
-    return value
-
-
-def _holds_tokens(indices: ir.Value) -> bool:
-    while (producer := indices.producer()) is not None and producer.op_type in {"Cast", "Identity", "Reshape", "Unsqueeze"}:
-        indices = producer.inputs[0]
-    return indices.name == "input_ids"
-
-
-def _quantize_matrix(graph: ir.Graph, matrix: ir.Value, readers: list[ir.Node], bits: int, block_size: int) -> None:
-    values = matrix.const_value.numpy()
-    # MatMul's own layout is [columns, rows]; a transposed operand and an embedding are [rows, columns] already.
-    layouts = {node.op_type == "MatMul" and node.inputs[1] is matrix for node in readers}
-    if len(layouts) > 1:
-        raise ExportError(f"The matrix '{matrix.name}' is read in one layout here and in the other there: cannot quantise it.")
-    if layouts.pop():
-        values = values.T
-    weights = quantize_blockwise(values, bits, block_size_of(values.shape[1], block_size))
-    packed = add_initializer(graph, f"{matrix.name}.packed", weights.packed)
-    scales = add_initializer(graph, f"{matrix.name}.scales", weights.scales)
-    for node in readers:
-        if node.op_type == "MatMul":
-            _replace_product(graph, node, packed, scales, weights)
-        else:
-            _replace_lookup(graph, node, packed, scales, weights)
-    if not matrix.uses():
-        del graph.initializers[matrix.name]
-
-
-def _replace_product(graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: ir.Value, weights: BlockwiseWeights) -> None:
-    transpose = node.inputs[1].producer()
-    product = ir.node(
-        "MatMulNBits",
-        [node.inputs[0], packed, scales],
-        attributes={
-            "K": weights.columns,
-            "N": len(weights.packed),
-            "bits": weights.bits,
-            "block_size": weights.block_size,
-            "accuracy_level": ACCURACY_LEVEL,
-        },
-        domain=CONTRIB,
-    )
-    replace_node(graph, node, [product], product.outputs)
-    if transpose is not None and not transpose.outputs[0].uses():
-        graph.remove(transpose, safe=True)
-
-
-def _replace_lookup(graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: ir.Value, weights: BlockwiseWeights) -> None:
-    # Looked up as [rows, blocks, block_size], so that the head's packed tensor serves as it is; then the blocks are joined.
-    last_axis = add_initializer(graph, "quantization.last_axis", np.array([2], np.int64))
-    joined_shape = add_initializer(graph, f"{packed.name}.joined_shape", np.array([0, 0, -1], np.int64))
-    column = ir.node("Unsqueeze", [scales, last_axis])
-    lookup = ir.node(
-        "GatherBlockQuantized",
-        [packed, node.inputs[1], column.outputs[0]],
-        attributes={"bits": weights.bits, "block_size": weights.block_size, "gather_axis": 0, "quantize_axis": 2},
-        domain=CONTRIB,
-    )
-    join = ir.node("Reshape", [lookup.outputs[0], joined_shape])
-    nodes = [column, lookup, join]
-    if weights.columns % weights.block_size:
-        names = {"start": [0], "stop": [weights.columns], "axis": [2]}
-        bounds = [add_initializer(graph, f"{packed.name}.{name}", np.array(value, np.int64)) for name, value in names.items()]
-        nodes.append(ir.node("Slice", [join.outputs[0], *bounds]))
-    replace_node(graph, node, nodes, nodes[-1].outputs)

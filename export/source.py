@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from .errors import ExportError
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # States instead of keys and values: what was read cannot be unread, so a refused token could not be taken back.
 _RECURRENT = re.compile(
     r"mamba|rwkv|jamba|bamba|zamba|nemotron_?h|falcon_?(h1|mamba)|recurrent_?gemma|granite(moe)?_?hybrid|lfm2|plamo2|"
@@ -26,13 +25,16 @@ class Source:
     """A model to export.
 
     Attributes:
-        name: As the user named it, or the model's own name in a GGUF file.
+        name: As the user named it.
         kind: "gguf", "folder", or "graph" for an ONNX file that is taken as it is.
         path: The GGUF file, the Hugging Face folder, or the ONNX file.
         architecture: The model type, "llama" for example.
         context_length: Tokens the model was made for; a sliding window does not count as context.
         window: The sliding window's tokens, or None.
         num_parameters: Weights, tied ones once; 0 for a graph, whose files are linked.
+        largest_matrix: Weights of the largest tensor; 0 for a graph.
+        num_layers: Layers with a cache; 0 where that is not told.
+        is_packed: Whether GPTQ or AWQ has packed its matrices, which are written as floats before they are read.
     """
 
     name: str
@@ -42,6 +44,9 @@ class Source:
     context_length: int
     window: int | None
     num_parameters: int
+    largest_matrix: int = 0
+    num_layers: int = 0
+    is_packed: bool = False
 
     def require_rewindable_cache(self, max_length: int) -> None:
         """Refuses models whose cache cannot be rewound by lowering its length.
@@ -68,42 +73,42 @@ def resolve_source(name: str) -> Source:
     """Finds a model by file, folder or hub name; downloads it in the last case.
 
     Args:
-        name: A path to a `.gguf` file, a path to a Hugging Face folder, "owner/name" on the hub, or a path to an ONNX graph
-            or to a folder that holds one instead of weights.
+        name: A path to a `.gguf` file, a path to a Hugging Face folder, "owner/name" on the hub or "owner/name/model.onnx" for
+            one graph there, or a path to an ONNX graph or to a folder that holds one instead of weights.
 
     Raises:
         ExportError: Nothing there, or what is there is no model.
     """
     from .existing_graph import find_graph, graph_source
+    from .hub import download, is_hub_name
 
+    if not name.strip():
+        raise ExportError("The name of a model is empty: pass a file, a folder or a hub name.")
     path = Path(name).expanduser()
     if (graph := find_graph(path)) is not None:
         return graph_source(name, graph)
     if path.is_dir():
         return _folder_source(name, path)
     if path.is_file():
-        return _gguf_source(path)
-    if path.suffix in (".gguf", ".onnx") or not _HUB_NAME.fullmatch(name):
+        if path.suffix in (".safetensors", ".json", ".bin"):
+            raise ExportError(f"{path} is one file of a model's folder: pass the folder, {path.parent}.")
+        return _gguf_source(name, path)
+    if not is_hub_name(name):
         raise ExportError(f"There is no file or folder {path}, and '{name}' is no hub name of the form owner/name.")
-    return _folder_source(name, _download(name))
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises classes of three libraries
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise ExportError(
-            f"'{name}' is neither a file nor a folder here, and the hub did not give it ({type(error).__name__}: {reason}). "
-            "Check the name and the network, or pass a local folder."
-        ) from error
+    downloaded = download(name)
+    return graph_source(name, downloaded) if downloaded.suffix == ".onnx" else _folder_source(name, downloaded)
 
 
 def _folder_source(name: str, folder: Path) -> Source:
-    return replace(config_source(name, folder), num_parameters=_count_safetensors(folder, name))
+    source = config_source(name, folder)
+    sizes = _tensor_sizes(folder, name)
+    source = replace(source, num_parameters=sum(sizes), largest_matrix=max(sizes, default=0))
+    if "quantization_config" in read_json(folder / "config.json", name):
+        from .packed_checkpoint import PackedCheckpoint
+
+        if (packed := PackedCheckpoint.find(folder)) is not None:
+            return replace(source, num_parameters=packed.num_parameters, is_packed=True)
+    return source
 
 
 def config_source(name: str, folder: Path) -> Source:
@@ -123,7 +128,13 @@ def config_source(name: str, folder: Path) -> Source:
     if not isinstance(context_length, int) or context_length < 1:
         raise ExportError(f"{folder / 'config.json'} names no context length (max_position_embeddings).")
     context_length = min(context_length, _longrope_start(text) or context_length)
-    return Source(name, "folder", folder, architecture, context_length, _window(text), 0)
+    return Source(name, "folder", folder, architecture, context_length, _window(text), 0, num_layers=_num_layers(text))
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    """Layers with a cache of their own; 0 where the configuration does not say."""
+    layers, shared = config.get("num_hidden_layers", config.get("n_layer")), config.get("num_kv_shared_layers") or 0
+    return layers - shared if isinstance(layers, int) and isinstance(shared, int) else 0
 
 
 def _longrope_start(config: Mapping[str, Any]) -> int | None:
@@ -146,7 +157,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
     return int(window) if window and slides else None
 
 
-def _count_safetensors(folder: Path, name: str) -> int:
+def _tensor_sizes(folder: Path, name: str) -> list[int]:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -159,20 +170,20 @@ def _count_safetensors(folder: Path, name: str) -> int:
         files = [folder / file for file in wanted]
     if not files:
         raise ExportError(f"{folder} holds a config and no .safetensors weights: complete the download.")
-    return sum(_count_elements(file) for file in files)
+    return [size for file in files for size in _sizes_in(file)]
 
 
-def _count_elements(file: Path) -> int:
+def _sizes_in(file: Path) -> list[int]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="np") as tensors:
-            return sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118 - no dict
+            return [math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys()]  # noqa: SIM118 - no dict
     except (SafetensorError, OSError, ValueError) as error:
         raise ExportError(f"{file} cannot be read ({error}): the file is truncated or damaged.") from error
 
 
-def _gguf_source(path: Path) -> Source:
+def _gguf_source(name: str, path: Path) -> Source:
     from .gguf_file import read_gguf
 
     reader = read_gguf(path)
@@ -191,8 +202,10 @@ def _gguf_source(path: Path) -> Source:
         raise ExportError(f"{path} names no context length ({architecture}.context_length): it is no text model.")
     if any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors):
         context_length = min(context_length, number("rope.scaling.original_context_length") or context_length)
-    parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    return Source(path.name, "gguf", path, architecture, context_length, number("attention.sliding_window"), parameters)
+    sizes = [int(tensor.n_elements) for tensor in reader.tensors]
+    window = number("attention.sliding_window")
+    layers = (number("block_count") or 0) - (number("nextn_predict_layers") or 0) - (number("attention.shared_kv_layers") or 0)
+    return Source(name, "gguf", path, architecture, context_length, window, sum(sizes), max(sizes, default=0), layers)
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from runtime.contract import DecoderSpec, TokenizerSpec
 from runtime.ort.backend import OrtBackend
 from runtime.tokenizer import Tokenizer
 
+from .bfloat16 import computed_in_float32
+
 PROMPTS = (
     "Write a Python function that reads a CSV file and returns the rows as dictionaries.",
     "Explain how a refrigerator works.",
@@ -25,7 +27,13 @@ _TEMPERATURE = 0.8
 
 
 def sample_tokens(
-    spec: DecoderSpec, tokenizer_spec: TokenizerSpec, folder: Path, on_prompt: Callable[[int, int], None]
+    spec: DecoderSpec,
+    tokenizer_spec: TokenizerSpec,
+    folder: Path,
+    on_prompt: Callable[[int, int], None],
+    *,
+    tokens_a_prompt: int = TOKENS_A_PROMPT,
+    runs_on: bool = False,
 ) -> list[int]:
     """Lets an exported target answer PROMPTS, and returns the tokens of all answers.
 
@@ -34,15 +42,21 @@ def sample_tokens(
         tokenizer_spec: Its tokenizer.
         folder: Where both lie.
         on_prompt: Called with (prompts done, prompts in all) after each.
+        tokens_a_prompt: The most tokens of an answer.
+        runs_on: Whether an answer goes on where the target would have ended it, so that each has the most tokens.
     """
     tokenizer = Tokenizer.from_spec(tokenizer_spec, folder)
-    generator = Generator(OrtBackend().load(spec, folder), None, tokenizer, tokenizer_spec.eos_token_ids, drafter="lookup")
+    with computed_in_float32(spec, folder) as runnable:
+        model = OrtBackend().load(runnable, folder)
+    generator = Generator(model, None, tokenizer, tokenizer_spec.eos_token_ids, drafter="lookup")
     tokens: list[int] = []
     for done, prompt in enumerate(PROMPTS, start=1):
         asked = [{"role": "user", "content": prompt}] if tokenizer.has_chat_template else prompt
         room = spec.context_length - len(generator.prompt_tokens(asked))
         if room > 0:
-            params = SamplingParams(max_new_tokens=min(TOKENS_A_PROMPT, room), temperature=_TEMPERATURE, seed=done)
+            most = min(tokens_a_prompt, room)
+            least = most if runs_on else 0
+            params = SamplingParams(max_new_tokens=most, min_new_tokens=least, temperature=_TEMPERATURE, seed=done)
             tokens += generator.generate(asked, params).token_ids
         on_prompt(done, len(PROMPTS))
     return tokens

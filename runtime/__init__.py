@@ -8,6 +8,7 @@ for piece in generator.stream("Explain tides.", SamplingParams(max_new_tokens=12
 """
 
 from .chat import Chat
+from .cuda_options import CudaOptions
 from .errors import BundleError, DeviceError, LogitsError, PromptError, SamplingError, SpecError
 from .generation import GenerationResult, Piece
 from .generator import Generator
@@ -19,6 +20,7 @@ from .stats import GenerationStats
 __all__ = [
     "BundleError",
     "Chat",
+    "CudaOptions",
     "DeviceError",
     "GenerationResult",
     "GenerationStats",

@@ -38,6 +38,11 @@ class AcceptanceRule(Protocol):
     depends_on_rounds: bool
     """Whether where a round begins changes the tokens (not their law): then a limit must not cut a proposal short."""
 
+    @property
+    def num_top(self) -> int | None:
+        """How many of a row's largest logits decide, with all as large as the last of them; None for all of the row."""
+        ...
+
     def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
         """Chooses the draft's next token.
 
@@ -73,6 +78,11 @@ class RejectionRule:
         self._sampler = sampler
         self._random = random
 
+    @property
+    def num_top(self) -> int | None:
+        """See Sampler."""
+        return self._sampler.num_top
+
     def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
         """Draws a token; see AcceptanceRule."""
         row = self._sampler.distributions(logits, history, block)[0]
@@ -94,6 +104,11 @@ class GreedyRule:
         """Takes the rules of the text."""
         self._sampler = sampler
 
+    @property
+    def num_top(self) -> int | None:
+        """See Sampler."""
+        return self._sampler.num_top
+
     def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
         """Chooses a token; see AcceptanceRule."""
         return int(self._sampler.scores(logits, history, block)[0].argmax()), None
@@ -114,6 +129,11 @@ class CoupledRule:
         """Takes the rules of the text and its noise."""
         self._sampler = sampler
         self._noise = noise
+
+    @property
+    def num_top(self) -> int | None:
+        """See Sampler."""
+        return self._sampler.num_top
 
     def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
         """Chooses a token; see AcceptanceRule."""

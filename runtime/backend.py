@@ -6,18 +6,21 @@ Neither knows what a proposal or a probability is, and nothing above this module
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .contract import DecoderSpec
+from .cuda_options import CudaOptions
 from .errors import DeviceError
+from .top_logits import TopLogits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ENTRY_POINT_GROUP = "runtime.backends"
+ONNX_RUNTIME_DEVICES = ("cpu", "cuda", "ort-tensorrt")
 
 
 class Context(Protocol):
@@ -38,6 +41,49 @@ class Context(Protocol):
 
     def copy_from(self, source: "Self", length: int) -> None:
         """Takes over the first `length` cached tokens of another context on the same model, which keeps them."""
+        ...
+
+
+@runtime_checkable
+class TopLogitsContext(Protocol):
+    """What a context on a device can do besides: find the largest logits where they are, so that no whole rows come back."""
+
+    @property
+    def max_top(self) -> int:
+        """How many of a row it can find at most; 0 for none."""
+        ...
+
+    def run_top(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int) -> TopLogits:
+        """Computes one pass as `Context.run` does.
+
+        Args:
+            token_ids: See Context.run.
+            past_length: Likewise.
+            num_rows: How many rows to look at, the last ones, 1 to rows.
+            count: How many logits of each to find, at least; 1 to max_top, and fewer than there are.
+
+        Returns:
+            The largest logits of each row.
+        """
+        ...
+
+
+@runtime_checkable
+class ChainContext(TopLogitsContext, Protocol):
+    """A context whose passes can be queued on the device, each fed the token that the one before it has chosen."""
+
+    def run_chain(self, token_ids: NDArray[np.int64], past_length: int, row: int, num_passes: int) -> TopLogits:
+        """Computes a pass, and then passes of one token each, the most probable one behind the pass before.
+
+        Args:
+            token_ids: Of the first pass; see Context.run.
+            past_length: Cached tokens before it.
+            row: The row of the first pass whose largest logit is fed to the second, from 0 on; rows behind it are padding.
+            num_passes: At least 1. The last one's token is fed to none.
+
+        Returns:
+            The largest logits of each pass, num_passes rows.
+        """
         ...
 
 
@@ -68,7 +114,7 @@ class Backend(Protocol):
     """Loads decoders onto one device."""
 
     def load(self, spec: DecoderSpec, folder: Path) -> Model:
-        """Loads a decoder's graph.
+        """Loads a decoder's graph, of its forms the one that the device runs best; the model's spec is that form.
 
         Raises:
             BundleError: The engine cannot load the graph.
@@ -77,14 +123,17 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(device: str, *, threads: int | None, shared_thread_pool: bool) -> Backend:
+def open_backend(
+    device: str, *, threads: int | None, shared_thread_pool: bool, cuda_options: CudaOptions | None = None
+) -> Backend:
     """Returns the backend of a device.
 
     Args:
-        device: "cpu"; "cuda" or "cuda:1" for ONNX Runtime on an NVIDIA GPU; or a name (before any ":") that an installed
-            package registers in the entry-point group `runtime.backends`.
+        device: "cpu"; "cuda" or "cuda:1" for ONNX Runtime on an NVIDIA GPU; "ort-tensorrt" for its TensorRT provider there; or
+            a name (before any ":") that an installed package registers in the entry-point group `runtime.backends`.
         threads: Threads for a pass on the CPU; None for all the cores this process may use.
         shared_thread_pool: Whether all decoders use one thread pool of the whole process (see OrtBackend).
+        cuda_options: For the devices that have them, others read none; see CudaOptions.check_devices.
 
     Raises:
         DeviceError: No such device here.
@@ -99,12 +148,20 @@ def open_backend(device: str, *, threads: int | None, shared_thread_pool: bool) 
     if kind == "cuda":
         from .ort.cuda_backend import OrtCudaBackend
 
-        return OrtCudaBackend(device_number(device), threads=threads, shared_thread_pool=shared_thread_pool)
+        return OrtCudaBackend(
+            device_number(device), threads=threads, shared_thread_pool=shared_thread_pool, options=cuda_options
+        )
+    if kind == "ort-tensorrt":
+        from .ort.tensorrt_backend import OrtTensorRTBackend
+
+        return OrtTensorRTBackend(
+            device_number(device), threads=threads, shared_thread_pool=shared_thread_pool, options=cuda_options
+        )
     registered = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if kind in registered:
         backend: Backend = registered[kind].load()(device)
         return backend
-    names = ", ".join(["cpu", "cuda", *sorted(registered)])
+    names = ", ".join([*ONNX_RUNTIME_DEVICES, *sorted(registered)])
     raise DeviceError(f"The device '{device}' is not available: this installation offers {names}.")
 
 

@@ -6,15 +6,15 @@ bundle.schema.json is the same in JSON Schema.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import BundleError
 
 MANIFEST = "bundle.json"
-FORMAT_VERSION = (1, 0)
+FORMAT_VERSION = (1, 1)
 _HASH_CHUNK = 1 << 20
 
 
@@ -62,13 +62,14 @@ class GraphNames:
         attention_mask: int64 [1, past + rows], all ones; None where the graph has past_length instead.
         past_key: cache dtype [1, key_value_heads, capacity, head_size]; the same buffer is bound as present_key.
         past_value: As past_key.
-        logits: float32 [1, rows, vocab_size], one row for each token of the pass.
+        logits: float32 [1, rows, vocab_size], one row for each token of the pass, or for those chosen by an input below.
         present_key: The past_key buffer with the pass's keys written behind the cached ones.
         present_value: As present_key.
         position_ids: int64 [1, rows], the places of the pass's tokens in the text; None where the graph has no such input.
         use_cache_branch: bool [1], whether anything is cached; likewise.
         num_logits_to_keep: int64 [], how many rows of logits to compute, the last ones; likewise.
         past_length: int64 [1], the number of cached tokens, so the slot of the pass's first row; likewise.
+        logits_rows: int64 [rows of logits], which of the pass's rows get logits; likewise.
     """
 
     input_ids: str = "input_ids"
@@ -82,13 +83,15 @@ class GraphNames:
     use_cache_branch: str | None = None
     num_logits_to_keep: str | None = None
     past_length: str | None = None
+    logits_rows: str | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def inputs(self, num_layers: int) -> set[str]:
         """Returns the names of all inputs the graph has."""
         pasts = (past for past, _ in self.cache_pairs(num_layers))
-        optional = (self.attention_mask, self.position_ids, self.use_cache_branch, self.num_logits_to_keep, self.past_length)
-        return {self.input_ids, *pasts, *(name for name in optional if name is not None)}
+        lengths = (self.attention_mask, self.position_ids, self.use_cache_branch, self.past_length)
+        chosen = (self.num_logits_to_keep, self.logits_rows)
+        return {self.input_ids, *pasts, *(name for name in (*lengths, *chosen) if name is not None)}
 
     def cache_pairs(self, num_layers: int) -> Iterator[tuple[str, str]]:
         """Yields (past name, present name) of every cache buffer, layer by layer, key before value."""
@@ -107,22 +110,31 @@ class DecoderSpec:
         architecture: The model type, for people; the runtime does not read it.
         graph: The ONNX file and its external data; the first is the graph.
         lowering: The form of the graph; docs/bundle.md says what each is made of.
-        precision: Of the weights: "fp32", "fp16", "int8" or "int4".
+        precision: Of the weights: "fp32", "fp16", "bf16", "int8", "int4", or "checkpoint" for the checkpoint's own blocks.
         num_layers: Layers with a key/value cache.
         num_key_value_heads: Heads in a cache.
         head_size: Width of a head.
         vocab_size: Width of a logits row, padding included.
         context_length: The most tokens the cache may hold.
-        cache_dtype: numpy name of the caches' element type.
+        cache_dtype: The caches' element type: "float32", "float16" or "bfloat16"; the last, which numpy does not know, on
+            devices only.
         spare_slots: Cache slots behind the length that a pass may overwrite.
         min_rows: A pass of so many rows or more, and of a multiple of row_multiple, gives the same bits for a row however the
             text is cut into passes; shorter ones are padded.
         row_multiple: See min_rows.
+        rows_measured_on: The processor, its instruction sets and the ONNX Runtime that min_rows and row_multiple were measured
+            with; None where that is not known.
         block_size: The most quantised weights that share a scale; None where weights are not quantised, or it is not known.
+        quantizer: What decided on the codes of int8 or int4 weights: "search" for the least squared error of each block,
+            "gptq" for that of a matrix's outputs on a text; None where it is not known, or nothing was rounded.
+        exporter: What made the graph of a checkpoint: "mobius" or "optimum"; None where it is not known, or the graph was
+            taken as it is.
         cache_capacity: Slots of a cache where the graph fixes them, at least what a full context needs; None where the caller
             chooses.
         names: Input and output names.
         parity: Figures of the exporter's check against the checkpoint, by step.
+        other_forms: The same decoder in other lowerings, for other engines; their files may be the same ones. Readers of format
+            1.0 know the first form only.
     """
 
     source: str
@@ -139,11 +151,25 @@ class DecoderSpec:
     spare_slots: int
     min_rows: int
     row_multiple: int = 1
+    rows_measured_on: str | None = None
     block_size: int | None = None
+    quantizer: str | None = None
+    exporter: str | None = None
     cache_capacity: int | None = None
     names: GraphNames = field(default_factory=GraphNames)
     parity: Mapping[str, Any] = field(default_factory=dict)
+    other_forms: "tuple[DecoderSpec, ...]" = ()
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def forms(self) -> "tuple[DecoderSpec, ...]":
+        """The decoder in each of its lowerings, every one alone, this one first."""
+        return replace(self, other_forms=()), *self.other_forms
+
+    def best_form(self, lowerings: Sequence[str]) -> "DecoderSpec":
+        """Returns the form whose lowering comes first in `lowerings`; where none is there this one, for engines to refuse."""
+        there = {form.lowering: form for form in reversed(self.forms)}
+        return next((there[lowering] for lowering in lowerings if lowering in there), self.forms[0])
 
     def rows_of_pass(self, num_tokens: int) -> int:
         """Returns how many rows a pass has that feeds so many tokens, padding rows included."""
@@ -168,9 +194,13 @@ class DecoderSpec:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of key and value cache one token takes, all layers together; a growing graph's past and present take turns."""
-        itemsize = {"float32": 4, "float16": 2}[self.cache_dtype]
         buffers = 2 if self.lowering == "growing" else 1
-        return buffers * 2 * self.num_layers * self.num_key_value_heads * self.head_size * itemsize
+        return buffers * 2 * self.num_layers * self.num_key_value_heads * self.head_size * self.cache_itemsize
+
+    @property
+    def cache_itemsize(self) -> int:
+        """Bytes of one number in a cache."""
+        return {"float32": 4, "float16": 2, "bfloat16": 2}[self.cache_dtype]
 
 
 @dataclass(frozen=True)
@@ -218,15 +248,12 @@ class Bundle:
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def files(self) -> Iterator[FileRecord]:
-        """Yields every file the manifest names."""
-        yield self.tokenizer.file
-        if self.tokenizer.chat_template is not None:
-            yield self.tokenizer.chat_template
-        yield from self.target.graph
-        if self.draft is not None:
-            yield from self.draft.graph
-        if self.draft_vocabulary is not None:
-            yield self.draft_vocabulary
+        """Yields every file the manifest names, one that several forms share once."""
+        decoders = [self.target, *([] if self.draft is None else [self.draft])]
+        graphs = (record for decoder in decoders for form in decoder.forms for record in form.graph)
+        named = (self.tokenizer.file, self.tokenizer.chat_template, *graphs, self.draft_vocabulary)
+        there = [record for record in named if record is not None]
+        yield from {(record.path, record.size, record.sha256): record for record in there}.values()
 
 
 def file_sha256(file: Path) -> str:

@@ -8,13 +8,15 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .backend import Model
+from .backend import ChainContext, Model, TopLogitsContext
 from .contract import DecoderSpec
 from .errors import LogitsError
+from .top_logits import SPARE, TopRows
 
 _MAX_ROWS = 256
 _LOGITS_BYTES = 32 << 20
@@ -44,6 +46,10 @@ class Decoder:
         cancel: Checked before every pass; None for no check.
         passes: Passes run for the text in hand.
         seconds: Time spent in them.
+        num_top: How many of a row's largest logits decide the text in hand, where only these come from the device; None where
+            whole rows come.
+        tied_passes: Passes that were run again for whole rows, since too many logits were as large as the last that decides.
+        last_total: The sum of exp(logit - largest) over the whole of the last row; None where that row came whole.
     """
 
     def __init__(self, model: Model, max_length: int, *, num_rows: int) -> None:
@@ -59,11 +65,17 @@ class Decoder:
         self.cancel: threading.Event | None = None
         self.passes = 0
         self.seconds = 0.0
+        self.num_top: int | None = None
+        self.tied_passes = 0
+        self.last_total: float | None = None
         self._model = model
         self._max_length = max_length
         self._num_rows = num_rows
         capacity, self._max_rows = context_size(self.spec, max_length, num_rows)
         self._context = model.open_context(capacity, self._max_rows)
+        self._top_context = self._context if isinstance(self._context, TopLogitsContext) else None
+        self._chain_context = self._context if isinstance(self._context, ChainContext) else None
+        self._top_rows = TopRows(self.spec.vocab_size)
 
     @property
     def past_length(self) -> int:
@@ -87,7 +99,7 @@ class Decoder:
 
         Returns:
             float32 [num_rows, vocab_size]; a view that the next forward overwrites. Row -1 predicts the token behind
-            the last one fed.
+            the last one fed. Where `num_top` is set, -inf stands for all but the largest logits.
 
         Raises:
             LogitsError: A row that was asked for holds NaN or +inf, or nothing but -inf; the cache is as it was before.
@@ -102,29 +114,70 @@ class Decoder:
         for begin, end in itertools.pairwise(bounds):
             if begin < end:
                 logits = self._run(tokens[begin:end], num_rows if end == len(tokens) else 0)
-        # The largest of a row tells: NaN is larger than all, and -inf is the largest only where there is nothing else.
-        if not np.isfinite(logits.max(axis=1)).all():
-            self.rewind_to(start)
-            raise LogitsError(
-                f"The model '{self.spec.source}' ({self.spec.precision}) returned NaN or infinite logits at position "
-                f"{start + len(tokens)}: its weights are damaged or its precision overflows; check it, or export it in fp32."
-            )
+        if logits is None:
+            self._refuse_logits(start)
         return logits
 
     def rewind_to(self, length: int) -> None:
         """Forgets all cached tokens from `length` on; does nothing when fewer are cached."""
         del self.tokens[length:]
 
-    def begin(self, prompt: Sequence[int], cancel: threading.Event | None) -> None:
+    def begin(self, prompt: Sequence[int], cancel: threading.Event | None, num_top: int | None = None) -> None:
         """Starts a text: counts anew, and keeps what is cached of its beginning.
 
         Args:
             prompt: At least one token. The last one is never kept: feeding it gives the text's first row.
             cancel: Checked before every pass from here on.
+            num_top: How many of a row's largest logits decide the text, with all as large as the last of them: `forward` need
+                not bring more of a row from a device. None where whole rows are needed.
         """
         self.rewind_to(length_in_common(self.tokens, prompt[:-1]))
-        self.passes, self.seconds = 0, 0.0
+        self.passes, self.seconds, self.tied_passes = 0, 0.0, 0
         self.cancel = cancel
+        self.bring_top(num_top)
+
+    def bring_top(self, num_top: int | None) -> None:
+        """Lets `forward` bring the largest logits only, where the context can; see `begin`."""
+        context, width = self._top_context, self.spec.vocab_size
+        finds = num_top is not None and context is not None and num_top + SPARE <= min(context.max_top, width - 1)
+        self.num_top = num_top if finds else None
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether `chain` can be called in this text."""
+        return self.num_top is not None and self._chain_context is not None
+
+    def chain(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """Feeds tokens behind the cached ones, and then each most probable token but the last, without leaving the device.
+
+        Args:
+            token_ids: At least one token.
+            num_tokens: How many to choose, at least 1; there is room for all but the last.
+
+        Returns:
+            The tokens chosen.
+
+        Raises:
+            LogitsError: As `forward`.
+            Cancelled: The cancel event was set before.
+        """
+        assert self._chain_context is not None, "can_chain tells"
+        assert len(token_ids) + num_tokens - 1 <= self.room(), (len(token_ids), num_tokens, self.room())
+        start = self.past_length
+        tokens = np.asarray(token_ids, np.int64)
+        last = len(tokens) % self._max_rows or self._max_rows
+        for begin in range(0, len(tokens) - last, self._max_rows):
+            self._run(tokens[begin : begin + self._max_rows], 0)
+        padded = self._padded(tokens[-last:])
+        started = time.perf_counter()
+        top = self._chain_context.run_chain(padded, self.past_length, last - 1, num_tokens)
+        self.seconds += time.perf_counter() - started
+        self.passes += num_tokens
+        chosen: list[int] = top.tokens[:, 0].tolist()
+        self.tokens += [*tokens[-last:].tolist(), *chosen[:-1]]
+        if not top.are_sound:
+            self._refuse_logits(start)
+        return chosen
 
     def fork(self) -> "Decoder":
         """Returns a decoder with a copy of the cache; neither sees what the other does from here on."""
@@ -133,17 +186,49 @@ class Decoder:
         copy.tokens = list(self.tokens)
         return copy
 
-    def _run(self, tokens: NDArray[np.int64], num_rows: int) -> NDArray[np.float32]:
-        if self.cancel is not None and self.cancel.is_set():
-            raise Cancelled
-        padding = self.spec.rows_of_pass(len(tokens)) - len(tokens)
+    def _run(self, tokens: NDArray[np.int64], num_rows: int) -> NDArray[np.float32] | None:
+        """Runs one pass; returns its last rows of logits, None where they hold NaN or infinity."""
+        padded = self._padded(tokens)
         started = time.perf_counter()
-        # Padding rows stand behind the real ones, which cannot see them; their cache slots are written over next time. They are
-        # asked for even where no row is wanted: a backend may compute such rows apart, and this keeps them the same ones
-        # whatever is proposed behind a prompt.
-        padded = np.pad(tokens, (0, padding), mode="edge") if padding else tokens
-        logits = self._context.run(padded, len(self.tokens), num_rows + padding)[:num_rows]
+        logits = self._compute(padded, num_rows, len(padded) - len(tokens))
         self.seconds += time.perf_counter() - started
         self.passes += 1
         self.tokens += tokens.tolist()
         return logits
+
+    def _padded(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns a pass's tokens with padding rows behind them; raises Cancelled where that is asked for."""
+        if self.cancel is not None and self.cancel.is_set():
+            raise Cancelled
+        padding = self.spec.rows_of_pass(len(tokens)) - len(tokens)
+        return np.pad(tokens, (0, padding), mode="edge") if padding else tokens
+
+    def _compute(self, padded: NDArray[np.int64], num_rows: int, padding: int) -> NDArray[np.float32] | None:
+        past = len(self.tokens)
+        # Padding rows stand behind the real ones, which cannot see them; their cache slots are written over next time. They are
+        # asked for even where no row is wanted: a backend may compute such rows apart, and this keeps them the same ones
+        # whatever is proposed behind a prompt.
+        asked = num_rows + padding
+        if num_rows and self.num_top is not None:
+            assert self._top_context is not None, "begin has looked"
+            top = self._top_context.run_top(padded, past, asked, self.num_top + SPARE).first(num_rows)
+            if not top.are_sound:
+                return None
+            if top.hold(self.num_top):
+                self.last_total = float(top.totals[-1])
+                return self._top_rows.fill(top)
+            self.passes += 1
+            self.tied_passes += 1
+        self.last_total = None
+        logits = self._context.run(padded, past, asked)[:num_rows]
+        # The largest of a row tells: NaN is larger than all, and -inf is the largest only where there is nothing else.
+        return logits if np.isfinite(logits.max(axis=1)).all() else None
+
+    def _refuse_logits(self, start: int) -> NoReturn:
+        """Forgets what was fed behind `start`, and raises LogitsError."""
+        position = self.past_length
+        self.rewind_to(start)
+        raise LogitsError(
+            f"The model '{self.spec.source}' ({self.spec.precision}) returned NaN or infinite logits at position "
+            f"{position}: its weights are damaged or its precision overflows; check it, or export it in fp32."
+        )

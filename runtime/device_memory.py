@@ -2,6 +2,7 @@
 
 from .backend import device_number
 from .contract import DecoderSpec
+from .device_forms import form_on
 from .draft_vocabulary import DraftVocabulary, draft_length
 from .memory import check_fits, free_memory
 
@@ -42,6 +43,8 @@ def check_pair_fits(
     Raises:
         DeviceError: See memory.check_fits.
     """
+    target = form_on(target, devices[0])
+    draft = None if draft is None else form_on(draft, devices[1])
     if draft is None or devices[0] == devices[1]:
         check_fits(target, draft, max_length, free_memory_of(devices[0]), draft_vocabulary)
         return

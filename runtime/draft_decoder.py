@@ -46,6 +46,11 @@ class DraftDecoder:
         return self._decoder.seconds
 
     @property
+    def last_total(self) -> float | None:
+        """See Decoder."""
+        return self._decoder.last_total
+
+    @property
     def cancel(self) -> threading.Event | None:
         """See Decoder."""
         return self._decoder.cancel
@@ -99,11 +104,13 @@ class DraftDecoder:
         del self._ends[length:]
         self._decoder.rewind_to(self._ends[-1] if self._ends else 0)
 
-    def begin(self, prompt: Sequence[int], cancel: threading.Event | None) -> None:
+    def begin(self, prompt: Sequence[int], cancel: threading.Event | None, num_top: int | None = None) -> None:
         """Starts a text, as Decoder.begin does."""
         self.rewind_to(length_in_common(self.tokens, prompt[:-1]))
         self._decoder.passes, self._decoder.seconds = 0, 0.0
         self._decoder.cancel = cancel
+        # Logits that stand for no token of the target may be the largest.
+        self._decoder.bring_top(num_top if self._vocabulary.is_proposed_whole else None)
 
     def fork(self) -> "DraftDecoder":
         """Returns a decoder with a copy of the cache; neither sees what the other does from here on."""

@@ -120,6 +120,18 @@ class DraftVocabulary:
         reading = "its own tokens" if self.spelling is not None else "the target's tokens"
         return f"{int((self.to_target != -1).sum())} of {self.target_vocab_size} target tokens; reads {reading}"
 
+    @property
+    def largest_input_id(self) -> int:
+        """The largest id that the draft is ever fed."""
+        if self.spelling is None:
+            return min(self.num_input_ids, self.target_vocab_size) - 1
+        return int(max(self.spelling.ids.max(initial=0), self.spelling.prefix.max(initial=0)))
+
+    @property
+    def is_proposed_whole(self) -> bool:
+        """Whether each of the draft's logits stands for a token of the target."""
+        return bool((self.to_target != -1).all())
+
     def check_pair(self, target: DecoderSpec, draft: DecoderSpec) -> None:
         """Raises BundleError where it is the vocabulary of other models than these."""
         widths = (self.target_vocab_size, len(self.to_target))
@@ -171,8 +183,12 @@ class DraftVocabulary:
             return f"its columns do not stand for tokens from 0 to {self.target_vocab_size - 1}"
         if len(np.unique(shared)) < len(shared):
             return "two columns stand for one token"
+        if len(self.to_target) > self.num_input_ids:
+            return f"it proposes {len(self.to_target)} tokens and reads {self.num_input_ids}"
         if self.spelling is None:
-            return ""
+            # What it proposes, it reads next.
+            readable = _within(shared, self.num_input_ids)
+            return "" if readable else f"a column stands for token {shared.max()}, and ids are read to {self.num_input_ids - 1}"
         offsets, ids, prefix = self.spelling.offsets, self.spelling.ids, self.spelling.prefix
         if len(offsets) != self.target_vocab_size + 1:
             return f"{len(offsets) - 1} tokens are spelled where the target has {self.target_vocab_size}"

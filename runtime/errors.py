@@ -1,5 +1,14 @@
 """The errors a user of the runtime can meet; each carries one sentence that says what was found and what to do."""
 
+import re
+
+_MOST_CHARACTERS = 240
+# What ONNX Runtime puts in front of its reasons: its own class and number, and where in its sources it was, file and function.
+_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
+_SOURCE = re.compile(
+    r"\S+\.(?:h|hpp|cc|cpp|cu):\d+ (?:[\w:<>,*& ]*::[~\w]+\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])? )?"
+)
+
 
 class SpecError(Exception):
     """Base of all errors raised by the runtime."""
@@ -33,7 +42,16 @@ class SamplingError(SpecError, ValueError):
         super().__init__(sentence)
         self.row = row
 
+    def __reduce__(self) -> tuple[type["SamplingError"], tuple[str, int]]:
+        """Pickles it with its row, so that it comes back from another process."""
+        return SamplingError, (str(self), self.row)
+
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of what another library raised, short enough for a sentence."""
-    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    """Returns the first line of what another library raised, without its source's places, short enough for a sentence."""
+    line = str(error).strip().partition("\n")[0]
+    words = _SOURCE.sub("", _PREFIX.sub("", line)).strip()
+    if len(words) > _MOST_CHARACTERS:
+        kept = words[:_MOST_CHARACTERS]
+        words = f"{kept.rpartition(' ')[0] or kept}…"
+    return words or type(error).__name__

@@ -5,19 +5,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .backend import Model, open_backend
+from .backend import Model
 from .chat import Chat
 from .checks import checked_max_length
+from .cuda_options import CudaOptions
 from .device_memory import check_pair_fits
 from .draft_policy import MAX_SLOWDOWN
 from .draft_vocabulary import DraftVocabulary
 from .drafters.adaptive import MODEL_PRIOR
 from .errors import BundleError, PromptError
+from .first_pass import check_pair_runs
 from .generation import GenerationResult, Piece
+from .loading import load_pair
 from .manifest import load_bundle
 from .memory import describe_memory, free_memory, promised_length
 from .pair import DecoderPair
 from .plan import PLAN, Plan, machine_of
+from .row_equality import PROBE_TEXT, repeated
+from .row_record import EXACT
 from .sampling_params import SamplingParams
 from .session import Session, check_prompt_length, checked_params, last_result
 from .tokenizer import Tokenizer, check_messages
@@ -45,6 +50,7 @@ class Generator:
         plan: Plan | None = None,
         max_slowdown: float = MAX_SLOWDOWN,
         draft_vocabulary: DraftVocabulary | None = None,
+        exactness: str = EXACT,
     ) -> None:
         """Puts loaded parts together; `from_bundle` is the usual way.
 
@@ -61,6 +67,7 @@ class Generator:
             max_slowdown: By which fraction any 64 tokens may take longer than without speculation, 0 to 1, where "auto"
                 proposes. More lets a good draft propose more.
             draft_vocabulary: The draft's, where its logits do not stand for the target's tokens column by column.
+            exactness: What holds of the bits of the target's rows, for `describe`.
 
         Raises:
             BundleError: The draft's vocabulary is that of another pair.
@@ -69,6 +76,7 @@ class Generator:
         """
         default = "lookup" if draft is None else "model"
         self._plan = plan
+        self._exactness = exactness
         self._pair = DecoderPair(
             target,
             draft,
@@ -127,12 +135,14 @@ class Generator:
         max_slowdown: float = MAX_SLOWDOWN,
         max_length: int | None = None,
         check_memory: bool = True,
+        cuda_options: CudaOptions | None = None,
     ) -> "Generator":
         """Loads a bundle made by scripts/export.py.
 
         Args:
             folder: The bundle's folder.
-            device: Where the target runs.
+            device: Where the target runs: "cpu", "cuda", "ort-tensorrt", "tensorrt" or "tensorrt-rtx"; "cuda:1" and so on for
+                another GPU than the first.
             draft_device: Where the draft runs; None for the same device.
             drafter: See `__init__`; None for "auto", which measures costs now unless scripts/plan.py has done so here.
             num_draft_tokens: See `__init__`.
@@ -145,37 +155,48 @@ class Generator:
                 context of 32768 tokens still serves the texts most people ask of it.
             check_memory: Whether to refuse, before anything is loaded, what does not fit into this machine's free memory;
                 pass False where the weights go into memory of a device's own.
+            cuda_options: What is asked of ONNX Runtime on a GPU; None for the defaults.
 
         Raises:
-            BundleError: The bundle is missing, damaged, changed, or of another format version.
+            BundleError: The bundle is missing, damaged, changed, of another format version, or does not fit its graphs.
             DeviceError: The device is not there, or there is too little memory.
-            ValueError: See `__init__`; or max_length is not from 2 to the target's context.
+            ValueError: See `__init__`; or max_length is not from 2 to the target's context; or an option that no device here
+                has; or a draft_device where the bundle has no draft.
         """
         bundle = load_bundle(folder, hash_contents=verify_files)
+        if draft_device is not None and bundle.draft is None:
+            raise ValueError(
+                f"draft_device (--draft-device) is {draft_device!r:.80}, and the bundle {folder} has no draft: leave it out."
+            )
         draft_spec = None if drafter in ("lookup", "off") else bundle.draft
         vocabulary = None if draft_spec is None else DraftVocabulary.of_bundle(bundle)
         max_length = promised_length(max_length, bundle.target.context_length)
+        devices = (device, draft_device or device)
         if check_memory:
-            check_pair_fits(bundle.target, draft_spec, max_length, (device, draft_device or device), vocabulary)
+            check_pair_fits(bundle.target, draft_spec, max_length, devices, vocabulary)
         tokenizer = Tokenizer.from_spec(bundle.tokenizer, bundle.folder)
         _check_tokenizer(tokenizer, bundle.tokenizer.vocab_size, bundle.target.vocab_size, bundle.folder)
-        backend = open_backend(device, threads=threads, shared_thread_pool=shared_thread_pool)
-        target = backend.load(bundle.target, bundle.folder)
-        draft = None
-        if draft_spec is not None:
-            if draft_device is not None and draft_device != device:
-                backend = open_backend(draft_device, threads=threads, shared_thread_pool=shared_thread_pool)
-            draft = backend.load(draft_spec, bundle.folder)
+        pair = load_pair(
+            bundle,
+            draft_spec,
+            devices,
+            repeated(tokenizer.encode(PROBE_TEXT, add_special_tokens=False)),
+            threads=threads,
+            shared_thread_pool=shared_thread_pool,
+            cuda_options=cuda_options or CudaOptions(),
+        )
+        check_pair_runs(pair.target, pair.draft, tokenizer.vocab_size, vocabulary)
         generator = cls(
-            target,
-            draft,
+            pair.target,
+            pair.draft,
             tokenizer,
             bundle.tokenizer.eos_token_ids,
             drafter="auto" if drafter is None else drafter,
             num_draft_tokens=num_draft_tokens,
-            plan=Plan.load(bundle.folder, bundle, _machine(target, draft)),
+            plan=Plan.load(bundle.folder, bundle, _machine(pair.target, pair.draft)),
             max_slowdown=max_slowdown,
             draft_vocabulary=vocabulary,
+            exactness=pair.exactness,
         )
         if generator._pair.drafter == "auto":
             _ = generator._pair.costs  # measured here, and not in the first text
@@ -273,7 +294,7 @@ class Generator:
             if model is not None:
                 spec = model.spec
                 described[role] = f"{spec.source}, {spec.precision}, {spec.lowering} lowering; {model.description}"
-                described[f"{role} exactness"] = f"every row has the same bits, however the text is cut; {spec.padding}"
+                described[f"{role} exactness"] = f"{self._exactness}; {spec.padding}" if role == "target" else spec.padding
                 described[f"{role} cache"] = f"{spec.cache_bytes_per_token / 1024:.0f} KiB a token"
         draft_spec = self.draft.spec if self.draft is not None else None
         if self.draft_vocabulary is not None:

@@ -11,15 +11,16 @@ from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from .consistency import check_consistency
 from .contract import FORMAT_VERSION, MANIFEST, Bundle, DecoderSpec, FileRecord, GraphNames, TokenizerSpec
 from .errors import BundleError
 
 _Record = TypeVar("_Record")
 _NESTED = (DecoderSpec, FileRecord, GraphNames, TokenizerSpec)
 _CHOICES = {
-    "lowering": ("gqa", "static", "primitive", "growing"),
-    "precision": ("fp32", "fp16", "int8", "int4"),
-    "cache_dtype": ("float32", "float16"),
+    "lowering": ("gqa", "gqa-half", "static", "primitive", "growing"),
+    "precision": ("fp32", "fp16", "bf16", "int8", "int4", "checkpoint"),
+    "cache_dtype": ("float32", "float16", "bfloat16"),
 }
 # Far beyond any model, and far below what would exhaust memory before it is noticed.
 _RANGES = {
@@ -47,11 +48,14 @@ def load_bundle(folder: str | Path, *, hash_contents: bool = True) -> Bundle:
 
     Raises:
         BundleError: No bundle there, a manifest that cannot be read, another major version, or a file that is missing,
-            truncated or changed.
+            truncated, changed or not to be read.
     """
     bundle = read_manifest(Path(folder))
-    for record in bundle.files():
-        record.check(bundle.folder, hash_contents=hash_contents)
+    try:
+        for record in bundle.files():
+            record.check(bundle.folder, hash_contents=hash_contents)
+    except OSError as error:
+        raise _unreadable(error) from error
     return bundle
 
 
@@ -68,24 +72,31 @@ def read_manifest(folder: Path) -> Bundle:
     """Parses the manifest of a bundle; looks at no other file.
 
     Raises:
-        BundleError: No manifest, no JSON, another major version, a field that is missing or of the wrong kind, or a vocabulary
-            of no draft.
+        BundleError: No manifest, no JSON, another major version, a field that is missing or of the wrong kind, or fields
+            that contradict each other.
     """
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise BundleError(f"There is no bundle folder at {folder}: make one with scripts/export.py.")
+    try:
+        is_there, _ = folder.is_dir(), str(path).encode()
+    except UnicodeEncodeError as error:
+        raise BundleError(f"The bundle's path {str(folder)!a} is not UTF-8, as engines need it: rename it.") from error
+    except OSError:  # a name no folder can have
+        is_there = False
+    if not is_there:
+        raise BundleError(f"There is no bundle folder at {folder!s:.200}: make one with scripts/export.py.")
     if not path.is_file():
         raise BundleError(f"{folder} is not a bundle: it holds no {MANIFEST}; make one with scripts/export.py.")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # JSON that is none, or whose numbers or nesting no manifest has
         raise BundleError(f"{path} is not valid JSON ({error}): the file is truncated or damaged; export again.") from error
+    except OSError as error:
+        raise _unreadable(error) from error
     if not isinstance(manifest, dict):
         raise BundleError(f"{path} holds a JSON {type(manifest).__name__} where an object is expected.")
     _check_version(manifest.pop("format_version", None), path)
     bundle = _parse(Bundle, {**manifest, "folder": folder}, str(path))
-    if bundle.draft is None and bundle.draft_vocabulary is not None:
-        raise BundleError(f"{path} names a draft_vocabulary and no draft: the manifest is damaged, or written by hand.")
+    check_consistency(bundle, str(path))
     return bundle
 
 
@@ -96,11 +107,15 @@ def manifest_of(bundle: Bundle) -> dict[str, Any]:
     return manifest
 
 
+def _unreadable(error: OSError) -> BundleError:
+    return BundleError(f"{error.filename} cannot be read ({error.strerror}): mend its permissions, or copy the bundle again.")
+
+
 def _check_version(version: object, path: Path) -> None:
     try:
         major, _minor = (int(part) for part in str(version).split("."))
     except ValueError:
-        raise BundleError(f"{path} has format_version {version!r}; expected one such as '1.0'.") from None
+        raise BundleError(f"{path} has format_version {version!r:.80}; expected one such as '1.0'.") from None
     if major != FORMAT_VERSION[0]:
         raise BundleError(
             f"{path} has format version {version}; this runtime reads {FORMAT_VERSION[0]}.x: "

@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checks import checked_max_length
+from .consistency import slots_needed
 from .contract import DecoderSpec
 from .decoder import context_size
 from .draft_policy import MAX_NUM_DRAFT_TOKENS
 from .draft_vocabulary import DraftVocabulary, draft_length
-from .errors import DeviceError
+from .errors import BundleError, DeviceError
 
 DEFAULT_MAX_LENGTH = 2048
 # Resident bytes for each byte of a graph's files, once every row of the embedding has been read: the packed copy, the scales
 # that stay mapped, and an embedding that is the output's head too and so is there twice. float16
-# weights are widened for the CPU's products.
-_RESIDENT_SHARE = {"fp32": 1.17, "fp16": 2.6, "int8": 1.3, "int4": 1.3}
+# weights are widened for the CPU's products; bfloat16 ones are for devices, which take them as they are.
+RESIDENT_SHARE = {"fp32": 1.17, "fp16": 2.6, "bf16": 1.17, "int8": 1.3, "int4": 1.3, "checkpoint": 1.3}
 _TOKENIZER_BYTES = 900  # for each token of the table: strings, merges and their look-up
 _PROCESS_BYTES = 64 << 20  # Python, numpy, ONNX Runtime and this package
 _SESSION_BYTES = 20 << 20  # a session's graph, threads and activations
 _LENGTH_STEP = 64
+_ODD_CAPACITY = 2  # times what a context needs: no exporter leaves so much room
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def weight_bytes(spec: DecoderSpec) -> int:
     An estimate from above for most models. One whose embedding is more than a fifth of its fp32 weights and is the
     output's head too may take more: up to twice its file.
     """
-    return int(sum(file.size for file in spec.graph) * _RESIDENT_SHARE[spec.precision])
+    return int(sum(file.size for file in spec.graph) * RESIDENT_SHARE[spec.precision])
 
 
 def promised_length(max_length: int | None, context_length: int) -> int:
@@ -115,10 +117,17 @@ def check_fits(
 
     Raises:
         DeviceError: The peak is more than what is free; the sentence says which length would fit, or what else to do.
+        BundleError: Likewise, and it is for caches that a manifest makes far larger than its own context.
     """
     budget = MemoryBudget.of(target, draft, max_length, draft_vocabulary)
     if free is None or budget.peak <= free:
         return
+    for role, spec in (("target", target), ("draft", draft)):
+        if spec is not None and (spec.cache_capacity or 0) > _ODD_CAPACITY * slots_needed(spec):
+            raise BundleError(
+                f"The manifest's cache_capacity of the {role} is {spec.cache_capacity:,}, its context_length of "
+                f"{spec.context_length:,} needs {slots_needed(spec):,}, and memory is too small: export the bundle again."
+            )
     raise DeviceError(
         f"A text of {max_length} tokens needs {_gigabytes(budget.peak)} of memory ({_gigabytes(budget.weights)} of weights, "
         f"{_gigabytes(budget.caches)} of caches, the rest buffers) and {_gigabytes(free)} are free: "
@@ -146,6 +155,8 @@ def _advice(
     if fitting:
         return f"{lengths[fitting - 1]} tokens would fit, pass them as max_length"
     remedies = []
+    if any(spec.cache_capacity is not None for spec in (target, draft) if spec is not None):
+        remedies.append("export it with a lower --max-length (it fixes the size of the caches)")
     if any(spec.precision != "int4" for spec in (target, draft) if spec is not None):
         remedies.append("export it in int4")
     if draft is not None:

@@ -106,15 +106,11 @@ class OutputText:
 
         Args:
             decode: Turns ids into text, with U+FFFD for bytes that are not UTF-8; special tokens left out or not, as it likes.
-            stop: Strings that end the text.
+            stop: Strings that end the text; SamplingParams has refused what cannot be one.
             context: The prompt's ids, for decoders that strip the space before the first token. Its text is neither handed
                 out nor searched, and should end with a whole character; only the last 32 ids are looked at.
             include_stop: Whether the stop string itself stands in the text.
-
-        Raises:
-            ValueError: `stop` is a lone string, or an entry of it is no string, empty, or holds U+FFFD.
         """
-        _check_stop(stop)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._decoder = IncrementalDecoder(decode, context)
@@ -186,13 +182,3 @@ def _overlap(text: str, stop: str) -> int:
             return len(text) - start
         start += 1
     return 0
-
-
-def _check_stop(stop: Sequence[str]) -> None:
-    if isinstance(stop, str):
-        raise ValueError(f"stop is the string {stop!r}; a list of strings is expected.")
-    for index, string in enumerate(stop):
-        if not isinstance(string, str) or not string:
-            raise ValueError(f"stop[{index}] is {string!r}; strings of at least one character are expected.")
-        if _REPLACEMENT in string:
-            raise ValueError(f"stop[{index}] is {string!r}; U+FFFD stands for bytes that are not text, so it cannot end one.")

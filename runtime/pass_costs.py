@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .backend import Model
 from .decoder import Decoder
 
@@ -14,6 +12,8 @@ ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 _CACHED_TOKENS = 64
 _REPETITIONS = 3
 _SMALL_STEP = 2
+# Of any pass that was ever measured; what is beyond, nobody can reckon with.
+_LEAST_SECONDS, _MOST_SECONDS, _MOST_ROWS = 1e-9, 1e6, 10**6
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class PassCosts:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"Measured costs lack something or are of another form ({error!r}): measure again.") from error
-        if not 0 <= costs.round_seconds < np.inf:
+        if not 0 <= costs.round_seconds <= _MOST_SECONDS:
             raise ValueError(f"Measured costs say {costs.round_seconds} seconds for a round: measure again.")
         return costs
 
@@ -117,6 +117,7 @@ def _interpolated(points: Sequence[tuple[int, float]], rows: int) -> float:
 def _points(value: object) -> tuple[tuple[int, float], ...]:
     points = tuple((int(rows), float(seconds)) for rows, seconds in value)  # type: ignore[attr-defined]
     ascending = all(one < other for (one, _), (other, _) in itertools.pairwise(points))
-    if not points or points[0][0] != 1 or not ascending or not all(0 < seconds < np.inf for _, seconds in points):
+    within = all(rows <= _MOST_ROWS and _LEAST_SECONDS <= seconds <= _MOST_SECONDS for rows, seconds in points)
+    if not points or points[0][0] != 1 or not ascending or not within:
         raise ValueError(f"passes of {points!r:.200}")
     return points

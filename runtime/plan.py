@@ -9,12 +9,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .checks import shown
 from .contract import Bundle
 from .errors import BundleError
 from .pass_costs import PassCosts
 
 PLAN = "plan.json"
 _FORMAT_VERSION = 1
+_CPU_INFORMATION = Path("/proc/cpuinfo")
+# Those by which matrix products choose their kernels: processors of one name, a hypervisor's for instance, differ in them.
+_INSTRUCTION_SETS = (
+    *("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni", "avx_vnni_int8", "amx_int8"),
+    *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,12 @@ class Plan:
                 dict(document["machine"]),
                 str(document["files"]),
                 PassCosts.from_dict(document["costs"]),
-                None if prior is None else float(prior),
+                None if prior is None else _checked_prior(prior),
                 str(document["advice"]),
                 dict(document["predictions"]),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            _check_draft(plan)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BundleError(f"{path} is damaged ({error}): remove it, or run scripts/plan.py again.") from error
         return plan if (plan.machine, plan.files) == (dict(machine), files_of(bundle)) else None
 
@@ -97,12 +105,29 @@ def files_of(bundle: Bundle) -> str:
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
-def processor() -> str:
-    """Returns the processor's name, or its kind where it has none."""
-    information = Path("/proc/cpuinfo")
+def processor(information: Path = _CPU_INFORMATION) -> str:
+    """Returns the processor's name, or its kind where it has none, and its instruction sets, where Linux tells them.
+
+    Args:
+        information: Linux's file; other systems have none.
+    """
+    known: dict[str, str] = {}
     if information.is_file():
         for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model"):
-                return value.strip()
-    return platform.processor() or platform.machine()
+            known.setdefault(key.strip(), value.strip())
+    name = known.get("model name") or known.get("Model") or platform.processor() or platform.machine()
+    there = set((known.get("flags") or known.get("Features") or "").split())
+    sets = " ".join(one for one in _INSTRUCTION_SETS if one in there)
+    return f"{name} ({sets})" if sets else name
+
+
+def _check_draft(plan: Plan) -> None:
+    if plan.costs.draft_by_rows is None and "draft" in plan.machine:
+        raise ValueError("draft_by_rows is null, and a draft was measured")
+
+
+def _checked_prior(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"model_prior is {shown(value)}; a number from 0 to 1 is expected")
+    return float(value)

@@ -250,7 +250,9 @@ def advise(plans: Mapping[str, PromptPlan]) -> str:
             f"({plans[kind].best}, {kind}). A cheaper or a better draft could change that."
         )
     ranked = sorted(gains, key=lambda name: -gains[name])
-    by_kind = "; ".join(f"{name}: {plans[name].best} ({gains[name]:.2f} times)" for name in ranked)
+    by_kind = "; ".join(f"{name}: {plans[name].best} ({gains[name]:.2f} times)" for name in ranked if gains[name] >= 1)
+    if losing := ", ".join(name for name in ranked if gains[name] < 1):
+        by_kind += f"; nothing gains for {losing}"
     return (
         f"Speculate with drafter 'auto', which chooses by these figures as it goes. The fastest fixed settings: {by_kind}. "
         f"One for all: {best_overall(plans)}."

@@ -49,6 +49,13 @@ class Sampler:
             or params.frequency_penalty != 0
         )
 
+    @property
+    def num_top(self) -> int | None:
+        """How many of a row's largest logits decide its token, with all as large as the last of them; None for all logits."""
+        if self._changes_logits:
+            return None
+        return 1 if self._params.greedy else self._params.top_k or None
+
     def scores(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> Logits:
         """Applies the rules that change logits: penalties, bias, and what is forbidden.
 

@@ -5,6 +5,7 @@ The names are those of transformers and of the OpenAI API.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from .checks import check_number, check_whole, is_whole, shown
 
@@ -18,6 +19,20 @@ _NUMBERS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("top_p", "typical_p"), "a number above 0 and at most 1", lambda value: 0 < value <= 1),
     (("presence_penalty", "frequency_penalty"), "a number from -2 to 2", lambda value: abs(value) <= 2),
 )
+
+
+class TokenBias(dict[int, float]):
+    """A dict that cannot be changed, since SamplingParams are values; it copies, compares and pickles as dicts do."""
+
+    def _refuse(self, *_arguments: object, **_entries: object) -> NoReturn:
+        raise TypeError("logit_bias cannot be changed: make new SamplingParams, with dataclasses.replace for instance.")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type["TokenBias"], tuple[dict[int, float]]]:
+        """Pickles and copies it whole; a dict is filled entry by entry."""
+        return TokenBias, (dict(self),)
 
 
 @dataclass(frozen=True)
@@ -125,7 +140,7 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop is {stop!r:.80}; a string, or a list of strings, of at least one character is expected.")
-    if any("\ufffd" in text or any("\ud800" <= character <= "\udfff" for character in text) for text in texts):
+    if any("\ufffd" in text or not _is_unicode(text) for text in texts):
         raise ValueError(f"stop is {stop!r:.80}; U+FFFD and half surrogate pairs are not text, so they cannot end one.")
     return tuple(texts)
 
@@ -146,14 +161,21 @@ def _checked_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     checked = tuple(word if isinstance(word, str) else _checked_ids("An entry of bad_words", word) for word in words)
     if not all(checked):
         raise ValueError(f"bad_words is {shown(words)}; strings of at least one character, or token ids, are expected.")
+    if not all(_is_unicode(word) for word in checked if isinstance(word, str)):
+        raise ValueError(f"bad_words is {shown(words)}; half surrogate pairs are not text, so they cannot be forbidden.")
     return checked
 
 
-def _checked_bias(bias: object) -> dict[int, float]:
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write it, so whether it holds no half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _checked_bias(bias: object) -> TokenBias:
     if not isinstance(bias, Mapping):
         raise ValueError(f"logit_bias is {shown(bias)}; a mapping of token ids to numbers is expected.")
     for token, value in bias.items():
         if not is_whole(token) or token < 0:
             raise ValueError(f"logit_bias has the key {shown(token)}; token ids are expected.")
         check_number(f"logit_bias[{token}]", value, "a finite number", lambda _: True)
-    return {int(token): float(value) for token, value in bias.items()}
+    return TokenBias({int(token): float(value) for token, value in bias.items()})

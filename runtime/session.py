@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from .acceptance import AcceptanceRule
 from .checks import shown
 from .decoder import Decoder
 from .draft_decoder import DraftDecoder
@@ -130,10 +131,11 @@ class Session:
             uses_model = drafter in ("model", "hybrid") or (drafter == "auto" and pair.draft is not None)
             draft = self._draft_decoder() if uses_model else None
             self._current = None
-            self._target.begin(tokens, cancel)
+            num_top = None if params.logprobs is not None else rule.num_top
+            self._target.begin(tokens, cancel, num_top)
             model = None
             if draft is not None:
-                draft.begin(tokens, cancel)
+                draft.begin(tokens, cancel, None if self._draft_rows_are_whole(drafter, rule) else num_top)
                 model = ModelDrafter(
                     draft,
                     rule,
@@ -184,6 +186,14 @@ class Session:
             yield
         finally:
             self._lock.release()
+
+    def _draft_rows_are_whole(self, drafter: str, rule: AcceptanceRule) -> bool:
+        """Whether all of the draft's logits matter where only the target's largest do."""
+        draft = self._pair.draft
+        # Those beyond the target's vocabulary are cut off, and may be the largest.
+        wider = draft is not None and draft.spec.vocab_size > self._pair.target.spec.vocab_size
+        # "auto" proposes more where the draft is sure, which a device rounds otherwise: that must not change what is drawn.
+        return wider or (drafter == "auto" and rule.depends_on_rounds)
 
     def _draft_decoder(self) -> Decoder | DraftDecoder:
         if self._draft is None:

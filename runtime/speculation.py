@@ -21,7 +21,7 @@ class Round:
     Attributes:
         proposal: What the drafter proposed, k tokens.
         logits: float32 [k + 1, vocab_size], the target's at their places and one behind; a view that the target's next pass
-            overwrites.
+            overwrites. Of a target on a device, -inf may stand for all that do not decide the text.
         verification: The judgement.
     """
 

@@ -67,12 +67,12 @@ class Tokenizer:
         """Loads the tokenizer of the bundle in `folder`.
 
         Raises:
-            BundleError: As in `__init__`.
+            BundleError: As in `__init__`; or a file is not UTF-8.
         """
         template = spec.chat_template
         return cls(
-            (folder / spec.file.path).read_text(encoding="utf-8"),
-            chat_template=None if template is None else (folder / template.path).read_text(encoding="utf-8"),
+            _read(folder / spec.file.path),
+            chat_template=None if template is None else _read(folder / template.path),
             bos_token=spec.bos_token,
             eos_token=spec.eos_token,
         )
@@ -166,6 +166,13 @@ class Tokenizer:
             raise BundleError(
                 f"The chat template is not valid Jinja ({error.message}, line {error.lineno}): export with another one."
             ) from error
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{file} is not UTF-8 (byte {error.start}): export the bundle again.") from error
 
 
 def check_messages(messages: Sequence[Mapping[str, str]], *, at_least: int = 1) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import new_parser, read_prompts, require, run
+from generation_arguments import add_device_arguments, add_max_slowdown_argument, device_settings, max_slowdown
 
 if TYPE_CHECKING:
     from bench_report import Result
@@ -43,7 +44,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=50, metavar="N", help="above temperature 0, of all engines (default 50)")
     parser.add_argument("--acceptance", choices=["rejection", "coupled"], default="rejection", help="default rejection")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="repetitions that count (default 3)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of every engine (default: all cores)")
+    add_max_slowdown_argument(parser)
+    add_device_arguments(parser)
     parser.add_argument("--genai", action="store_true", help="compare with onnxruntime-genai 0.18 on the same graphs")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="compare with llama.cpp on this file, plain")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything for programs")
@@ -57,6 +59,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, value, low, high in checks:
         if not low <= value <= high:
             parser.error(f"--{name} is {value:g}; a number from {low} to {high} is expected")
+    if {parsed.device, parsed.draft_device or "cpu"} != {"cpu"} and (parsed.genai or parsed.gguf):
+        parser.error("--genai and --gguf run on the CPU only: leave them out, or --device and --draft-device")
     if parsed.plot is not None and parsed.plot.suffix != ".svg":
         parser.error(f"--plot is {parsed.plot}; a name that ends with .svg is expected")
     if parsed.gguf is not None and not parsed.gguf.is_file():
@@ -109,7 +113,8 @@ def _question(arguments: argparse.Namespace) -> "Question":
         temperatures=tuple(dict.fromkeys(arguments.temperature)),
         top_k=arguments.top_k,
         coupled=arguments.acceptance == "coupled",
-        threads=arguments.threads,
+        max_slowdown=max_slowdown(arguments),
+        devices=device_settings(arguments),
         genai=arguments.genai,
         gguf=arguments.gguf,
     )

@@ -23,6 +23,8 @@ from bench_report import load_average, machine
 from bench_run import CHAT_PROMPTS, TEXT_PROMPTS, Case, modes_of
 
 if TYPE_CHECKING:
+    from generation_arguments import DeviceSettings
+
     from runtime import Generator
 
 _QUIET = 0.5  # of the cores
@@ -44,7 +46,8 @@ class Question:
         temperatures: 0 for greedy.
         top_k: Where the temperature is above 0.
         coupled: Whether ours draws with coupled acceptance.
-        threads: None for all cores.
+        max_slowdown: Of our drafter "auto"; see Generator.from_bundle.
+        devices: Where ours runs, and with how many threads.
         genai: Whether ONNX Runtime GenAI takes part.
         gguf: What llama.cpp loads; None without it.
     """
@@ -58,7 +61,8 @@ class Question:
     temperatures: tuple[float, ...]
     top_k: int
     coupled: bool
-    threads: int | None
+    max_slowdown: float
+    devices: "DeviceSettings"
     genai: bool
     gguf: Path | None
 
@@ -100,11 +104,15 @@ def prepare(question: Question, stack: ExitStack) -> Comparison:
     from runtime.ort.backend import available_cores
 
     bundle = load_bundle(question.bundle)
-    threads = question.threads or available_cores()
+    threads = question.devices["threads"] or available_cores()
     drafters = _drafters(question.drafters, has_draft=bundle.draft is not None)
     # Before the other engines: "auto" measures what passes cost.
     generator = Generator.from_bundle(
-        question.bundle, drafter=_drafter_to_load(drafters), threads=question.threads, verify_files=False
+        question.bundle,
+        drafter=_drafter_to_load(drafters),
+        max_slowdown=question.max_slowdown,
+        verify_files=False,
+        **question.devices,
     )
     cases = _cases(question, generator)
     missing = missing_packages(genai=question.genai, gguf=question.gguf is not None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import new_parser, read_prompts, require, run
+from generation_arguments import add_device_arguments, device_settings
 
 if TYPE_CHECKING:
     from runtime import Generator
@@ -38,9 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="length of a text (default 32)")
     parser.add_argument("--max-draft-tokens", type=int, default=16, metavar="K", help="every K up to this (default 16)")
     parser.add_argument("--samples", type=int, default=4000, metavar="N", help="texts sampled for each law (default 4000)")
-    parser.add_argument("--device", default="cpu", help="default cpu")
-    parser.add_argument("--draft-device", help="default: the same")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    add_device_arguments(parser)
     parsed = parser.parse_args(arguments)
     for name, low, high in (("max_new_tokens", 4, 4096), ("max_draft_tokens", 1, 64), ("samples", 100, 10**7)):
         if not low <= getattr(parsed, name) <= high:
@@ -64,12 +63,10 @@ def main() -> int:
     bundle = load_bundle(arguments.bundle)
     generator = Generator.from_bundle(
         arguments.bundle,
-        device=arguments.device,
-        draft_device=arguments.draft_device,
         drafter="lookup" if bundle.draft is None else "model",  # each check names its own; "auto" would measure costs
-        threads=arguments.threads,
         shared_thread_pool=True,
         verify_files=False,  # just done
+        **device_settings(arguments),
     )
     check_writable(folder)
     started = time.perf_counter()

@@ -57,11 +57,13 @@ def _take_turn(chat: "Chat", line: str, params: "SamplingParams") -> None:
     try:
         _print_answer(_pieces(chat, line, params))
     except (SpecError, ValueError) as error:
-        hint = " Forget the last turn with /back." if isinstance(error, PromptError) else ""
+        hint = " Forget the last turn with /back." if isinstance(error, PromptError) and chat.messages else ""
         print(f"{error}{hint}", file=sys.stderr)
 
 
 def _read_line() -> str | None:
+    if sys.stdin is None:  # closed by whoever started the script
+        return None
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:

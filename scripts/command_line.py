@@ -7,7 +7,8 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 # In front of the scripts' own folder, whose export.py would hide the package of that name.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,24 +38,32 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     Returns:
         main's own status; 1 for a refusal, 2 where something is not installed, 130 when interrupted.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    on_interrupt = _leave_at_once(interrupted)
     try:
         from runtime.errors import SpecError
     except ImportError as error:
         return _fail(f"{error.name} is not installed: from the project's folder, pip install -e '{extra}'", 2)
+    signal.signal(signal.SIGINT, on_interrupt)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         return main()
     except ImportError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # as a module of C++ tells it
+            return _fail_interrupted(interrupted)
         return _fail(f"{error.name or error} is not installed: from the project's folder, pip install -e '{extra}'", 2)
-    except BrokenPipeError:
-        # Whoever read the output has left; Python's own attempt to flush it at exit must find a place.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read the output has left
+        _give_up_output()
         return 1
+    except UnicodeEncodeError as error:
+        odd = ascii(error.object[error.start : error.end])
+        return _fail(f"The output's encoding, {error.encoding}, cannot write {odd}: set PYTHONIOENCODING=utf-8:replace.", 1)
+    except OSError as error:
+        _give_up_output()
+        return _fail(f"{error.strerror or error}{'' if error.filename is None else f': {error.filename}'}", 1)
     except (SpecError, ValueError) as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
-        print(f"\n{interrupted}", file=sys.stderr)
-        return INTERRUPTED
+        return _fail_interrupted(interrupted)
 
 
 def require(*modules: str) -> None:
@@ -91,8 +100,38 @@ def check_folder_of(file: Path | None) -> None:
         raise ValueError(f"{file} cannot be written: {'it is a folder' if file.is_dir() else f'there is no {file.parent}'}.")
 
 
+def _leave_at_once(interrupted: str) -> signal.Handlers | Callable[[int, FrameType | None], Any] | int | None:
+    """Lets Ctrl-C and SIGTERM end the process while modules are imported; returns what Ctrl-C did before.
+
+    There is nothing to clean up then, and what those modules make of an exception in their midst is anything but a sentence.
+    """
+
+    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
+        os.write(2, f"\n{interrupted}\n".encode())
+        os._exit(INTERRUPTED)
+
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    if on_interrupt is signal.default_int_handler:  # another one is the caller's, as nohup's, which ignores it
+        signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+    return on_interrupt
+
+
+def _give_up_output() -> None:
+    """Lets Python's own attempt to flush the output at exit find a place."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _terminate(_number: int, _frame: object) -> NoReturn:
     raise Terminated
+
+
+def _fail_interrupted(interrupted: str) -> int:
+    print(f"\n{interrupted}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _fail(sentence: str, status: int) -> int:

@@ -67,7 +67,7 @@ def _compare(generator: "Generator", prompt: str, max_new_tokens: int) -> dict[s
         "plain tok/s": f"{statistics.median(one.stats.decode_tokens_per_second for one, _ in pairs):.1f}",
         "speculative tok/s": f"{statistics.median(two.stats.decode_tokens_per_second for _, two in pairs):.1f}",
         "ratio": f"{statistics.median(ratios):.2f}",
-        "acceptance rate": f"{speculative.stats.acceptance_rate:.0%}",
+        "acceptance rate": f"{speculative.stats.acceptance_rate:.0%}" if speculative.stats.proposed_tokens else "-",
         "mean acceptance length": f"{speculative.stats.mean_acceptance_length:.2f}",
         "identical": "yes" if same else "NO",
     }

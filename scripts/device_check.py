@@ -4,6 +4,7 @@
 import argparse
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -22,20 +23,28 @@ EXAMPLES = """examples:
   # bundles of your own; the same pair in several lowerings makes several
   python scripts/device_check.py bundles/smollm2 bundles/smollm2-static --device cpu --device cuda --device tensorrt
 
+  # the target on the GPU and the draft on the CPU
+  python scripts/device_check.py bundles/smollm2 --device cpu --device cuda+cpu
+
 The first device's plain texts are what all others are compared with. Engines of TensorRT are built first where there are none.
 The exit status is 0 where all agree, 1 where something differs or a named device failed, 3 where there is no GPU.
 """
 _NO_GPU = 3
-_LOWERINGS = ("gqa", "static", "primitive")
+# The tiny pair's bundles: lowering, the target's precision, the draft's. No device computes the first as float32 but the CPU;
+# its draft alone has quantised products, whose activations the CPU rounds and CUDA does not.
+_TINY_BUNDLES = (("gqa-half", "fp16", "int8"), ("static", "fp32", "fp32"), ("primitive", "fp32", "fp32"))
 _TINY = Path(__file__).resolve().parent.parent / "tests" / "data"
 _GRACE_SECONDS = 60
+_MIXED = ("cuda+cpu", "cpu+cuda")
+# The tiny pair is in float32, which ONNX Runtime's TensorRT provider would round otherwise; CUDA's does not round it by itself.
+_EXACT_PRODUCTS = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundles", nargs="*", type=Path, help="folders made by scripts/export.py (default: tests/data's pair)")
-    parser.add_argument("--device", action="append", help="may be repeated; default: cpu, cuda, and the installed backends")
+    parser.add_argument("--device", action="append", help="may be repeated; default: all there are, and mixed pairs")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="length of a text (default 48)")
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 2, 4, 7], metavar="K", help="default 1 2 4 7")
     parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: all cores)")
@@ -47,7 +56,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if not 0 < parsed.seconds < math.inf:
         parser.error(f"--seconds is {parsed.seconds}; a number above 0 is expected")
     known = _present_devices()
-    if unknown := [device for device in parsed.device or () if device.partition(":")[0] not in known]:
+    if unknown := [part for device in parsed.device or () for part in device.split("+") if part.partition(":")[0] not in known]:
         parser.error(f"the device '{unknown[0]}' is unknown; this installation has {', '.join(known)}")
     return parsed
 
@@ -60,7 +69,7 @@ def main() -> int:
     from runtime.cuda_driver import probe_cuda_driver
 
     driver = probe_cuda_driver()
-    devices = list(dict.fromkeys(arguments.device or _present_devices()))
+    devices = list(dict.fromkeys(arguments.device or (*_present_devices(), *_MIXED)))
     if driver.trouble is not None and devices != ["cpu"]:
         print(f"nothing was checked: {driver.trouble}", file=sys.stderr)
         return _NO_GPU
@@ -82,18 +91,18 @@ def main() -> int:
 
 
 def export_tiny_pair(folder: Path) -> list[Path]:
-    """Exports the tests' pair in every lowering, in float32: small enough for any device, large enough to differ.
+    """Exports the tests' pair in every form that a GPU takes: small enough for any device, large enough to differ.
 
     Raises:
         ImportError: The extra "export" is not installed.
     """
     from export.bundle import export_bundle
 
-    bundles = [folder / lowering for lowering in _LOWERINGS]
-    for bundle in bundles:
-        target, draft = (str(_TINY / f"tiny-{role}") for role in ("target", "draft"))
-        export_bundle(target, draft, bundle, precision="fp32", draft_precision="fp32", lowering=bundle.name)
-    return bundles
+    target, draft = (str(_TINY / f"tiny-{role}") for role in ("target", "draft"))
+    for lowering, precision, draft_precision in _TINY_BUNDLES:
+        out = folder / lowering
+        export_bundle(target, draft, out, precision=precision, draft_precision=draft_precision, lowering=lowering)
+    return [folder / lowering for lowering, *_ in _TINY_BUNDLES]
 
 
 def compare(results: Sequence[dict[str, Any]]) -> None:
@@ -136,6 +145,8 @@ def troubles(result: dict[str, Any], *, named: bool) -> list[str]:
     plain = result["runs"][0]
     if plain["first_difference"] is not None:
         sentences.append(f"{place}: plain texts leave the first device's at token {plain['first_difference']}.")
+    if result.get("top_equals_whole") is False:
+        sentences.append(f"{place}: texts change where only the largest logits come back.")
     if not any(result["fixed_rows"].values()):
         sentences.append(f"{place}: no fixed number of rows gives a row the same bits.")
     return sentences
@@ -184,8 +195,9 @@ def _measure_all(bundles: Sequence[Path], devices: Sequence[str], arguments: arg
     for number, (bundle, device) in enumerate(jobs):
         share = max(1.0, (deadline - time.monotonic()) / (len(jobs) - number))
         names = {"bundle": bundle.name, "device": device}
-        if device.startswith("tensorrt") and not (bundle / "engines").is_dir():
-            _build_engines(bundle, device)
+        for part in device.split("+"):
+            if part.startswith("tensorrt") and not (bundle / "engines").is_dir():
+                _build_engines(bundle, part)
         settings = {
             "max_new_tokens": arguments.max_new_tokens,
             "num_draft_tokens": arguments.num_draft_tokens,
@@ -199,7 +211,8 @@ def _worker(bundle: Path, device: str, settings: dict[str, Any], timeout: float)
     worker = Path(__file__).with_name("device_worker.py")
     command = [sys.executable, str(worker), str(bundle), device, json.dumps(settings)]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout, check=False)
+        environment = {**os.environ, **_EXACT_PRODUCTS}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout, check=False, env=environment)
     except subprocess.TimeoutExpired:
         return {"error": f"it did not end within {timeout:.0f} seconds"}
     try:
@@ -221,9 +234,9 @@ def _build_engines(bundle: Path, device: str) -> None:
 def _present_devices() -> list[str]:
     from importlib.metadata import entry_points
 
-    from runtime.backend import ENTRY_POINT_GROUP
+    from runtime.backend import ENTRY_POINT_GROUP, ONNX_RUNTIME_DEVICES
 
-    return ["cpu", "cuda", *sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))]
+    return [*ONNX_RUNTIME_DEVICES, *sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))]
 
 
 def _first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:

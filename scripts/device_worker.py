@@ -14,12 +14,12 @@ from typing import Any
 import command_line  # noqa: F401 - puts the project's packages on the path
 import numpy as np
 
-from export.row_equality import PaddedModel, PassShape, even_cut, logits_in_passes, measure_row_equality
 from runtime import Generator, SamplingParams
 from runtime.backend import Model
 from runtime.device_memory import free_memory_of
 from runtime.errors import SpecError
 from runtime.manifest import load_bundle
+from runtime.row_equality import PaddedModel, PassShape, even_cut, logits_in_passes, measure_row_equality
 
 PROMPTS = (
     "Explain how tides work.",
@@ -49,7 +49,7 @@ def measure(folder: Path, device: str, settings: dict[str, Any]) -> dict[str, An
 
     Args:
         folder: The bundle's.
-        device: As Generator.from_bundle takes it.
+        device: As Generator.from_bundle takes it; "cuda+cpu" has the target on the GPU and the draft on the CPU.
         settings: "max_new_tokens", "num_draft_tokens" (a list), "threads", "seconds" that may pass before no new measurement
             begins.
 
@@ -58,20 +58,23 @@ def measure(folder: Path, device: str, settings: dict[str, Any]) -> dict[str, An
     """
     deadline = time.monotonic() + settings["seconds"]
     bundle = load_bundle(folder, hash_contents=False)
+    device, _, draft_device = device.partition("+")
     free = free_memory_of(device)
     started = time.perf_counter()
     generator = Generator.from_bundle(
         folder,
         device=device,
+        draft_device=None if bundle.draft is None else draft_device or None,
         drafter="lookup" if bundle.draft is None else "model",
         threads=settings["threads"],
         shared_thread_pool=True,
         verify_files=False,
     )
     result: dict[str, Any] = {
-        "lowering": bundle.target.lowering,
+        "lowering": generator.target.spec.lowering,
         "precision": bundle.target.precision,
         "engine": generator.target.engine,
+        "exactness": generator.describe()["target exactness"],
         "load_seconds": time.perf_counter() - started,
     }
     tokens = (generator.prompt_tokens(" ".join(PROMPTS)) * _ROW_TOKENS)[:_ROW_TOKENS]
@@ -80,9 +83,24 @@ def measure(folder: Path, device: str, settings: dict[str, Any]) -> dict[str, An
     shape = measure_row_equality(target, tokens)
     result["min_rows"], result["row_multiple"] = (None, None) if shape is None else shape
     result["runs"] = list(_runs(generator, settings, deadline))
+    late = time.monotonic() > deadline
+    result["top_equals_whole"] = None if late else top_equals_whole(generator, settings["max_new_tokens"])
     left = free_memory_of(device)
     result["memory"] = None if free is None or left is None else max(0, free - left)
     return result
+
+
+def top_equals_whole(generator: Generator, max_new_tokens: int) -> bool | None:
+    """Whether texts of which only the largest logits came back are those of whole rows; None where whole rows come anyway."""
+    usual = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    for params in (usual, dataclasses.replace(usual, temperature=0.8, top_k=20, seed=1)):
+        top = generator.generate(PROMPTS[0], params)
+        if not top.stats.top_logits:
+            return None
+        # Log-probabilities need whole rows, and change no text.
+        if top.token_ids != generator.generate(PROMPTS[0], dataclasses.replace(params, logprobs=0)).token_ids:
+            return False
+    return True
 
 
 def _runs(generator: Generator, settings: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:

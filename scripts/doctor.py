@@ -18,7 +18,7 @@ EXAMPLES = """examples:
   # this machine: packages, providers, driver, libraries, memory
   python scripts/doctor.py
 
-  # and a bundle: whether its files are whole, whether it fits, whether its engines still serve
+  # and a bundle: whether its files are whole, whether it loads and computes there, whether its engines still serve
   python scripts/doctor.py bundles/smollm2 --device cuda
 
   # for a program
@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--device",
         action="append",
-        choices=["cpu", "cuda", "tensorrt", "tensorrt-rtx"],
+        choices=["cpu", "cuda", "ort-tensorrt", "tensorrt", "tensorrt-rtx"],
         help="what must work; may be repeated (default: whatever is installed)",
     )
     parser.add_argument("--json", action="store_true", help="print facts and findings as one JSON object")
@@ -48,6 +48,7 @@ def main() -> int:
     """Examines; returns the exit status."""
     arguments = parse_arguments()
 
+    from runtime.doctor.bundle_trials import bundle_trials
     from runtime.doctor.checks import devices_asked_for, examine, failures
     from runtime.doctor.gather import gather_facts
 
@@ -56,6 +57,10 @@ def main() -> int:
     named = tuple(dict.fromkeys(device.removesuffix("-rtx") for device in arguments.device or ()))
     asked = named or devices_asked_for(facts)
     failed = failures(findings, facts, named)
+    if facts.bundle is not None and facts.bundle.trouble is None:
+        hindered = {device for finding in failed for device in finding.hinders}
+        findings += bundle_trials(arguments.bundle, asked, hindered, is_named=bool(named))
+        failed = failures(findings, facts, named)
     if arguments.json:
         document = {"asked": asked, "failed": len(failed), "findings": [asdict(finding) for finding in findings]}
         print(json.dumps({**document, "facts": asdict(facts)}, indent=2))

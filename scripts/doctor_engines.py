@@ -38,9 +38,10 @@ def engine_findings(folder: Path, facts: "MachineFacts") -> "Iterator[Finding]":
         sentence = f"{folder} has no engines for {here.name}" + (f", only for {', '.join(others)}." if others else ".")
         yield Finding("engines", "broken" if others else "note", sentence, command, _HINDERED)
         return
-    for role, spec in (("target", bundle.target), ("draft", bundle.draft)):
-        if spec is None:
+    for role, decoder in (("target", bundle.target), ("draft", bundle.draft)):
+        if decoder is None:
             continue
+        spec = decoder.best_form(tensorrt.lowerings)
         engine = engine_path(here, spec)
         try:
             EngineRecord.load(engine, "build it again").check(engine, spec, tensorrt, gpu.compute_capability, "build it again")

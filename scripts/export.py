@@ -6,9 +6,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from command_line import new_parser, run
+from command_line import INTERRUPTED, new_parser, run
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from runtime.contract import Bundle, DecoderSpec
 
 EXAMPLES = """examples:
   # two models of one family from the hub, the draft in int4
@@ -25,8 +29,20 @@ EXAMPLES = """examples:
   python scripts/export.py --target qwen2.5-coder-1.5b.gguf --draft qwen2.5-coder-0.5b.gguf --out bundles/qwen \\
       --precision int4 --draft-vocab 32768 --draft-block-size 128
 
+  # in int4, rounded by what the weights do to texts that the target writes: slower to make, closer to the original
+  python scripts/export.py --target ./my-model --out bundles/my-model --precision int4 --quantizer gptq
+
   # a graph that is there already: a folder of optimum, onnx-community or onnxruntime-genai, or one .onnx file in it
   python scripts/export.py --target ./SmolLM2-135M-ONNX/onnx/model_q4.onnx --out bundles/smollm2
+
+  # in int4 for the CPU and for CUDA, where ONNX Runtime's attention wants float16; and later, into a bundle made for the CPU
+  python scripts/export.py --target ./my-model --draft self --draft-block-size 128 --out bundles/my-model --precision int4 \\
+      --lowering gqa,gqa-half
+  python scripts/export.py --add-lowering gqa-half --out bundles/my-model
+
+  # for ONNX Runtime and TensorRT, the weights stored once; and later, into the same bundle, for TensorRT 10.3
+  python scripts/export.py --target ./my-model --out bundles/my-model --lowering gqa,static --precision fp16 --max-length 2048
+  python scripts/export.py --add-lowering primitive --out bundles/my-model
 
   # in float16 for TensorRT-RTX; the cost of a pass follows the length that is asked for
   python scripts/export.py --target ./my-model --out bundles/my-model --lowering static --precision fp16 --max-length 2048
@@ -69,29 +85,37 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument(
         "--target",
-        required=True,
-        help="the model whose text is generated: hub name, folder, .gguf file, or an ONNX graph (.onnx file, or its folder)",
+        help="the model whose text is generated: hub name, folder, .gguf file, or an ONNX graph (.onnx file, its folder, or "
+        "owner/name/onnx/model_q4.onnx on the hub)",
     )
     parser.add_argument(
         "--draft",
         help="the model that proposes: likewise, or 'self' (the target's own weights, rounded "
         "further); leave it out to draft by lookup in the text itself",
     )
-    parser.add_argument("--out", required=True, type=Path, help="the bundle's folder; must not exist")
     parser.add_argument(
-        "--precision", default="fp32", choices=["fp32", "fp16", "int8", "int4"], help="the target's weights (default fp32)"
+        "--out", required=True, type=Path, help="the bundle's folder; must not exist, except with --add-lowering"
     )
     parser.add_argument(
-        "--draft-precision", default="int4", choices=["fp32", "fp16", "int8", "int4"], help="the draft's (default int4)"
+        "--precision",
+        default="fp32",
+        choices=["fp32", "fp16", "bf16", "int8", "int4", "checkpoint"],
+        help="the target's weights (default fp32); checkpoint keeps those of a GGUF file, or of a folder quantised by GPTQ or "
+        "AWQ, as they are",
+    )
+    parser.add_argument(
+        "--draft-precision",
+        default="int4",
+        choices=["fp32", "fp16", "bf16", "int8", "int4", "checkpoint"],
+        help="the draft's (default int4)",
     )
     parser.add_argument(
         "--block-size",
         type=int,
-        default=32,
         choices=[32, 64, 128],
         help="the most quantised weights of the target that share a scale (default 32); larger ones are faster, less exact",
     )
-    parser.add_argument("--draft-block-size", type=int, default=32, choices=[32, 64, 128], help="the draft's (default 32)")
+    parser.add_argument("--draft-block-size", type=int, choices=[32, 64, 128], help="the draft's (default 32)")
     parser.add_argument(
         "--draft-vocab",
         type=int,
@@ -105,11 +129,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="count them in this text (default: in texts of the target)",
     )
     parser.add_argument(
+        "--quantizer",
+        default="search",
+        choices=["search", "gptq"],
+        help="what decides on int8 and int4 weights: search (default) for the least error of each block of weights, gptq for "
+        "a small error of what a matrix computes on a text, which takes longer and keeps more of the model",
+    )
+    parser.add_argument(
+        "--calibration-text", type=Path, metavar="FILE", help="the text for gptq (default: texts that the target writes)"
+    )
+    parser.add_argument(
         "--lowering",
         default="gqa",
-        choices=["gqa", "static", "primitive"],
-        help="the form of the graphs: gqa for ONNX Runtime (default), static for TensorRT 10.15 or later and TensorRT-RTX, "
-        "primitive for TensorRT 10.3",
+        metavar="LIST",
+        help="the form of the graphs: gqa for ONNX Runtime (default), gqa-half for int8 or int4 weights on --device cuda, "
+        "static for TensorRT 10.15 or later and TensorRT-RTX, primitive for TensorRT 10.3; or several with commas, of which "
+        "each device takes its own",
+    )
+    parser.add_argument(
+        "--add-lowering",
+        metavar="LIST",
+        help="add such forms to the bundle at --out, of what it was made from; --target and --draft are needed only where that "
+        "is at another place now",
     )
     parser.add_argument("--max-length", type=int, metavar="N", help="longest context in tokens (default: the target's own)")
     parser.add_argument(
@@ -123,7 +164,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--emit-genai-config", action="store_true", help="also write what ONNX Runtime GenAI needs to run the bundle's folder"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the bundle at --out once the new one is complete")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    # Once more over a namespace where nothing is missing, so that no default is filled in: what was given, even if it is one.
+    unset = argparse.Namespace(**dict.fromkeys(vars(parsed)))
+    given = [name for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None]
+    if parsed.add_lowering is None and parsed.target is None:
+        parser.error("--target is required, or --add-lowering for a bundle that is there")
+    if parsed.add_lowering is not None:
+        kept = ("target", "draft", "out", "add_lowering", "source")
+        asked = [name for name in given if name not in kept]
+        if asked:
+            parser.error(f"--add-lowering leaves the rest of a bundle as it is, so --{asked[0].replace('_', '-')} has no place")
+    elif parsed.draft is None and "draft_precision" in given:
+        parser.error("--draft-precision is for a draft model, and there is none: pass --draft, or leave it out")
+    return parsed
 
 
 def main() -> int:
@@ -131,42 +185,91 @@ def main() -> int:
     arguments = parse_arguments()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress = ProgressBar()
+    bundle = None
     try:
         progress("loading torch and the graph builder", 0, 0)
-        from export.bundle import export_bundle
+        from export.memory import give_back_large_arrays, peak_bytes
 
-        bundle = export_bundle(
-            arguments.target,
-            arguments.draft,
-            arguments.out,
-            precision=arguments.precision,
-            draft_precision=arguments.draft_precision,
-            block_size=arguments.block_size,
-            draft_block_size=arguments.draft_block_size,
-            draft_vocab=arguments.draft_vocab,
-            draft_vocab_text=arguments.draft_vocab_text,
-            max_length=arguments.max_length,
-            lowering=arguments.lowering,
-            exporter=arguments.source,
-            emit_genai_config=arguments.emit_genai_config,
-            overwrite=arguments.overwrite,
-            report=progress,
-        )
+        give_back_large_arrays()
+        bundle = _export(arguments, progress)
+        progress.close()
+        _print_bundle(bundle, peak_bytes())
+    except KeyboardInterrupt:
+        if bundle is None:
+            raise
+        print(f"\ninterrupted: the bundle is written, {bundle.folder}", file=sys.stderr)
+        return INTERRUPTED
     finally:
         progress.close()
+    return 0
+
+
+def _print_bundle(bundle: "Bundle", peak: int | None) -> None:
     for role, spec in (("target", bundle.target), ("draft", bundle.draft)):
         if spec is not None:
-            size = sum(file.size for file in spec.graph)
-            facts = (spec.source, spec.precision, f"{size / 1e6:.0f} MB", f"context {spec.context_length}")
-            print(f"{role}: {', '.join(facts)}; rows are bit-equal, {spec.padding}")
-            if "prefill" not in spec.parity:
-                print("  the graph was taken as it is: there is no checkpoint to hold it against, only its own cache")
-            for step, figures in spec.parity.items():
-                print(f"  {step}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items()))
+            _print_decoder(role, spec, bundle.folder)
     if bundle.draft is not None and bundle.draft.context_length < bundle.target.context_length:
         print(f"note: the draft's context ends at {bundle.draft.context_length} tokens; behind them nothing is proposed")
+    if peak is not None:
+        print(f"peak memory: {peak / 1e9:.2f} GB, mapped files included")
     print(f'written: {bundle.folder}\ntry it:  python scripts/generate.py {bundle.folder} "Explain tides." --chat')
-    return 0
+
+
+def _export(arguments: argparse.Namespace, progress: ProgressBar) -> "Bundle":
+    if arguments.add_lowering is not None:
+        from export.added_forms import add_lowerings
+
+        return add_lowerings(
+            arguments.out,
+            arguments.add_lowering,
+            target=arguments.target,
+            draft=arguments.draft,
+            exporter=arguments.source,
+            report=progress,
+        )
+    from export.bundle import export_bundle
+
+    return export_bundle(
+        arguments.target,
+        arguments.draft,
+        arguments.out,
+        precision=arguments.precision,
+        draft_precision=arguments.draft_precision,
+        block_size=arguments.block_size,
+        draft_block_size=arguments.draft_block_size,
+        draft_vocab=arguments.draft_vocab,
+        draft_vocab_text=arguments.draft_vocab_text,
+        quantizer=arguments.quantizer,
+        calibration_text=arguments.calibration_text,
+        max_length=arguments.max_length,
+        lowering=arguments.lowering,
+        exporter=arguments.source,
+        emit_genai_config=arguments.emit_genai_config,
+        overwrite=arguments.overwrite,
+        report=progress,
+    )
+
+
+def _print_decoder(role: str, decoder: "DecoderSpec", folder: Path) -> None:
+    """Says of each form what it is, what it adds to the disk, how it compares, and how fast it is on this machine."""
+    from runtime.ort.backend import OrtBackend
+    from runtime.pass_costs import measure_costs
+
+    counted: set[str] = set()
+    for form in decoder.forms:
+        size = sum(file.size for file in form.graph if file.path not in counted) / 1e6
+        facts = [form.source, form.precision, f"{size:.0f} MB", f"context {form.context_length}"]
+        if decoder.other_forms:
+            facts[2:3] = [f"lowering {form.lowering}", f"{size:.1f} MB more" if counted else f"{size:.1f} MB"]
+        counted |= {file.path for file in form.graph}
+        print(f"{role}: {', '.join(facts)}; rows are bit-equal, {form.padding}")
+        if "prefill" not in form.parity:
+            print("  the graph was taken as it is: there is no checkpoint to hold it against, only its own cache")
+        for step, figures in form.parity.items():
+            print(f"  {step}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items()))
+        if form.lowering in ("gqa", "growing") and form.cache_dtype != "bfloat16":  # the others are for devices
+            costs = measure_costs(OrtBackend().load(form, folder), None, rows=(1, 5))
+            print(f"  passes here: one row {costs.target(1) * 1e3:.1f} ms, five rows {costs.target(5) * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

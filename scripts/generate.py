@@ -60,6 +60,8 @@ def main() -> int:
 
 
 def _read_standard_input() -> str:
+    if sys.stdin is None:  # closed by whoever started the script
+        return ""
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -85,10 +87,11 @@ def _print_text(generator: "Generator", arguments: argparse.Namespace, params: "
         top = "  ".join(f"{generator.tokenizer.token(other)!r} {logprob:.3f}" for other, logprob in entry.top)
         print(f"\n{generator.tokenizer.token(token)!r:<16} {entry.logprob:8.3f}  {top}", end="")
     stats = result.stats
+    accepted = f"acceptance rate {stats.acceptance_rate:.0%}" if stats.proposed_tokens else "nothing proposed"
     print(
-        f"\n\n[{result.finish_reason}; {stats.new_tokens} tokens, {stats.rounds} target passes that judged, acceptance rate "
-        f"{stats.acceptance_rate:.0%}, {stats.mean_acceptance_length:.2f} tokens a round, "
-        f"{stats.decode_tokens_per_second:.1f} tokens per second behind the first round]",
+        f"\n\n[{result.finish_reason}; {stats.new_tokens} tokens, {stats.rounds} target passes that judged, {accepted}, "
+        f"{stats.mean_acceptance_length:.2f} tokens a round, {stats.decode_tokens_per_second:.1f} tokens per second behind the "
+        "first round]",
         file=sys.stderr,
     )
     if arguments.stats:

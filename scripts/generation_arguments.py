@@ -2,10 +2,21 @@
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    from runtime import Generator, SamplingParams
+    from runtime import CudaOptions, Generator, SamplingParams
+
+_GIGABYTE = 10**9
+
+
+class DeviceSettings(TypedDict):
+    """Those of Generator.from_bundle's arguments that say where a pair runs."""
+
+    device: str
+    draft_device: str | None
+    threads: int | None
+    cuda_options: "CudaOptions"
 
 
 def add_generator_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +25,55 @@ def add_generator_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-draft-tokens", type=int, metavar="K", help="the most tokens a round proposes (default 4; auto 16)"
     )
-    parser.add_argument("--device", default="cpu", help="default cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    add_max_slowdown_argument(parser)
+    add_device_arguments(parser)
+
+
+def add_max_slowdown_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for how much drafter auto may lose."""
+    parser.add_argument(
+        "--max-slowdown",
+        type=float,
+        metavar="F",
+        help="by which fraction drafter auto may make any 64 tokens slower; more lets a good draft propose more (default 0.03)",
+    )
+
+
+def max_slowdown(arguments: argparse.Namespace) -> float:
+    """Returns what Generator.from_bundle is to be told of it."""
+    from runtime.draft_policy import MAX_SLOWDOWN
+
+    return MAX_SLOWDOWN if arguments.max_slowdown is None else float(arguments.max_slowdown)
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds options for where a pair runs; see device_settings."""
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ort-tensorrt, tensorrt, tensorrt-rtx; or cuda:1")
+    parser.add_argument("--draft-device", help="where the draft runs (default: the same)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU (default: all cores)")
+    parser.add_argument("--gpu-memory-limit", type=float, metavar="GB", help="a model's most, without its caches (cuda)")
+    parser.add_argument("--tf32", action="store_true", help="round float32 products: another model (cuda, ort-tensorrt)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay passes whole: for sessions that are kept (cuda)")
+
+
+def device_settings(arguments: argparse.Namespace) -> "DeviceSettings":
+    """Returns what Generator.from_bundle is to be told of devices.
+
+    Raises:
+        ValueError: A memory limit below a byte, or beyond any memory.
+    """
+    from runtime import CudaOptions
+
+    limit = arguments.gpu_memory_limit
+    if limit is not None and not 1 / _GIGABYTE <= limit <= _GIGABYTE:
+        raise ValueError(f"--gpu-memory-limit is {limit}; gigabytes are expected, such as 4 or 0.5.")
+    memory_limit = None if limit is None else max(1, int(limit * _GIGABYTE))
+    return {
+        "device": arguments.device,
+        "draft_device": arguments.draft_device,
+        "threads": arguments.threads,
+        "cuda_options": CudaOptions(memory_limit=memory_limit, tf32=arguments.tf32, cuda_graphs=arguments.cuda_graphs),
+    }
 
 
 def load_generator(arguments: argparse.Namespace) -> "Generator":
@@ -25,11 +83,11 @@ def load_generator(arguments: argparse.Namespace) -> "Generator":
     # The scripts make no other ONNX Runtime sessions, so they may use one thread pool for everything.
     return Generator.from_bundle(
         arguments.bundle,
-        device=arguments.device,
         drafter=arguments.drafter,
         num_draft_tokens=arguments.num_draft_tokens,
-        threads=arguments.threads,
+        max_slowdown=max_slowdown(arguments),
         shared_thread_pool=True,
+        **device_settings(arguments),
     )
 
 

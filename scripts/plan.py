@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import check_folder_of, new_parser, read_prompts, require, run
+from generation_arguments import add_device_arguments, device_settings
 
 if TYPE_CHECKING:
     from runtime.pass_costs import PassCosts
@@ -40,9 +41,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text file, one prompt a line (default: five kinds)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="length of a text (default 64)")
-    parser.add_argument("--device", default="cpu", help="default cpu")
-    parser.add_argument("--draft-device", help="default: the same")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    add_device_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the predictions (.svg, .png or .pdf)")
     parsed = parser.parse_args(arguments)
     if not parsed.max_new_tokens >= _FEWEST_NEW_TOKENS:
@@ -67,12 +66,10 @@ def main() -> int:
     bundle = load_bundle(arguments.bundle)
     generator = Generator.from_bundle(
         arguments.bundle,
-        device=arguments.device,
-        draft_device=arguments.draft_device,
         drafter="lookup" if bundle.draft is None else "model",
-        threads=arguments.threads,
         shared_thread_pool=True,
         verify_files=False,  # just done
+        **device_settings(arguments),
     )
     asked = {
         kind: [{"role": "user", "content": prompt}] if generator.tokenizer.has_chat_template else prompt

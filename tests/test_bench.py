@@ -186,6 +186,8 @@ def test_an_interrupt_yields_the_repetitions_that_are_whole(bench: Any) -> None:
         (["--num-draft-tokens", "4", "--max-new-tokens", "5"], 2, "--max-new-tokens is 5; a number from 6"),
         (["--temperature", "0", "nan"], 2, "--temperature is nan"),
         (["--gguf", "nowhere.gguf"], 2, "--gguf is nowhere.gguf, which is no file"),
+        (["--genai", "--draft-device", "cuda"], 2, "--genai and --gguf run on the CPU only: leave them out"),
+        (["--device", "ort-tensorrt"], 1, "The device 'ort-tensorrt' is not available"),
         (["--plot", "plot.png"], 2, "--plot is plot.png; a name that ends with .svg"),
         (["--drafters", "auto,magic"], 1, "The drafter 'magic' is unknown; there are auto"),
         (["--threads", "0"], 1, "threads is 0"),

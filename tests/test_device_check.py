@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from runtime import SamplingParams
 from runtime.contract import Bundle
-from runtime.cuda_driver import probe_cuda_driver
+from runtime.cuda_driver import CudaDriver, Gpu, probe_cuda_driver
 from runtime.manifest import load_bundle
 from runtime.ort.backend import OrtBackend, OrtModel
+from runtime.row_equality import PassShape
+from runtime.row_record import RowMeasurement
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 without_gpu = pytest.mark.skipif(bool(probe_cuda_driver().gpus), reason="this machine has a GPU")
@@ -98,6 +102,25 @@ def test_rows_that_no_number_fixes_are_named(check: ModuleType):
     assert "none" in check.table([result])
 
 
+@pytest.mark.parametrize(("equal", "count"), [(None, 0), (True, 0), (False, 1)])
+def test_largest_logits_that_make_another_text_are_named(check: ModuleType, equal: bool | None, count: int):
+    result = result_of("cuda", run_of([[1]]), top_equals_whole=equal)
+    check.compare([result])
+    assert check.troubles(result, named=True) == ["pair on cuda: texts change where only the largest logits come back."][:count]
+
+
+@pytest.mark.parametrize(("top_logits", "whole", "expected"), [(1, [5, 6], True), (1, [5, 7], False), (0, [5, 6], None)])
+def test_texts_of_the_largest_logits_are_compared_with_those_of_whole_rows(
+    worker: ModuleType, top_logits: int, whole: list[int], expected: bool | None
+):
+    class Device:
+        def generate(self, prompt: str, params: SamplingParams) -> SimpleNamespace:
+            tokens = [5, 6] if params.logprobs is None or params.greedy else whole
+            return SimpleNamespace(token_ids=tokens, stats=SimpleNamespace(top_logits=top_logits))
+
+    assert worker.top_equals_whole(Device(), 4) is expected
+
+
 def test_a_device_that_refuses_fails_only_where_it_was_named(check: ModuleType):
     refused = {"bundle": "pair", "device": "tensorrt", "error": "no engine"}
     check.compare([refused])
@@ -150,7 +173,8 @@ def test_fixed_rows_hold_for_a_model_that_depends_on_their_number_only(worker: M
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--device", "foo"), "the device 'foo' is unknown; this installation has cpu, cuda"),
+        (("--device", "foo"), "the device 'foo' is unknown; this installation has cpu, cuda, ort-tensorrt"),
+        (("--device", "cuda+foo"), "the device 'foo' is unknown; this installation has cpu, cuda, ort-tensorrt"),
         (("--seconds", "nan"), "--seconds is nan; a number above 0 is expected"),
         (("--num-draft-tokens", 0), "--max-new-tokens and --num-draft-tokens are at least 1"),
         (
@@ -187,6 +211,35 @@ def test_the_cpu_in_a_devices_place(tiny_bundle: Path, tmp_path: Path):
     assert all(len(text) == 12 for one in result["runs"] for text in one["texts"])
     assert (result["min_rows"], document["troubles"]) == (1, [])
     assert all(result["fixed_rows"].values())
+
+
+def test_target_and_draft_may_be_apart(worker: ModuleType, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    opened = []
+
+    def open_backend(device: str, **named: Any) -> OrtBackend:
+        opened.append(device)
+        return OrtBackend(threads=named["threads"])
+
+    monkeypatch.setattr("runtime.loading.open_backend", open_backend)
+    monkeypatch.setattr("runtime.row_record.RowMeasurement.of", lambda *_: RowMeasurement(PassShape(1)))
+    settings = {"max_new_tokens": 4, "num_draft_tokens": [2], "threads": 1, "seconds": 30}
+    folder = Path(shutil.copytree(tiny_bundle, tiny_bundle.with_name("apart")))
+    result = worker.measure(folder, "cuda+cpu", settings)
+    assert opened == ["cuda", "cpu"]
+    assert [one["drafter"] for one in result["runs"]] == ["off", "model", "lookup"]
+    assert result["exactness"].startswith("every row has the same bits")
+
+
+def test_mixed_pairs_and_every_device_are_tried_unless_told_otherwise(check: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    tried = []
+    driver = CudaDriver((13, 0), (Gpu("RTX", (8, 9), 1 << 30, integrated=False),), None)
+    monkeypatch.setattr("runtime.cuda_driver.probe_cuda_driver", lambda: driver)
+    monkeypatch.setattr(check, "export_tiny_pair", lambda folder: [folder])
+    monkeypatch.setattr(check, "_build_engines", lambda *_: None)
+    monkeypatch.setattr(check, "_worker", lambda _bundle, device, *_: tried.append(device) or {"error": "no"})
+    monkeypatch.setattr(sys, "argv", ["device_check.py"])
+    check.main()
+    assert {"cpu", "cuda", "ort-tensorrt", "tensorrt", "tensorrt-rtx", "cuda+cpu", "cpu+cuda"} == set(tried)
 
 
 def test_when_time_is_up_nothing_new_begins(worker: ModuleType, tiny_bundle: Path):

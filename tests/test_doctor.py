@@ -16,6 +16,7 @@ import pytest
 
 from runtime.cuda_driver import CudaDriver, Gpu, checked_gpu, free_device_memory, probe_cuda_driver
 from runtime.doctor import probes
+from runtime.doctor.bundle_trials import bundle_trials
 from runtime.doctor.checks import devices_asked_for, examine, failures
 from runtime.doctor.facts import BundleFacts, Finding, JetsonFacts, MachineFacts, OnnxRuntimeFacts
 from runtime.doctor.gather import bundle_facts, gather_facts, jetson_facts
@@ -50,7 +51,7 @@ DESKTOP = replace(
     packages={**NEEDS, "onnxruntime-gpu": "1.31.1"},
     onnxruntime_wheels=("onnxruntime-gpu",),
     pypi_wheels=("onnxruntime-gpu",),
-    onnxruntime=OnnxRuntimeFacts("1.31.1", "onnxruntime-gpu", (13, 0), (TENSORRT, CUDA, CPU)),
+    onnxruntime=OnnxRuntimeFacts("1.31.1", "onnxruntime-gpu", (13, 0), (TENSORRT, CUDA, CPU), tensorrt_major=10),
     trials={CPU: None, CUDA: None, TENSORRT: "libnvinfer.so.10: cannot open shared object file"},
     driver=CudaDriver((13, 1), (RTX,), None),
     libraries={"libcudart.so.13": "13.0", "libcudnn.so.9": "9.14.0"},
@@ -69,7 +70,7 @@ ORIN_JETPACK_6 = replace(
     python="3.10.12",
     packages={**NEEDS, "onnxruntime-gpu": "1.23.0", "tensorrt": "10.3.0"},
     pypi_wheels=(),
-    onnxruntime=OnnxRuntimeFacts("1.23.0", "onnxruntime-gpu", (12, 6), (TENSORRT, CUDA, CPU)),
+    onnxruntime=OnnxRuntimeFacts("1.23.0", "onnxruntime-gpu", (12, 6), (TENSORRT, CUDA, CPU), tensorrt_major=10),
     trials={CPU: None, CUDA: None, TENSORRT: None},
     driver=CudaDriver((12, 6), (ORIN,), None),
     libraries={"libcudart.so.12": "12.6", "libcudnn.so.9": "9.3.0", "libnvinfer.so.10": "10.3.0"},
@@ -246,10 +247,28 @@ def test_a_missing_package_is_named():
 def test_pips_tensorrt_cannot_serve_onnxruntimes_provider():
     facts = replace(DESKTOP, packages={**DESKTOP.packages, "tensorrt": "11.2.0"}, libraries={"libnvinfer.so.11": "11.2.0"})
     found = finding(facts, "TensorRT provider")
-    assert "links libnvinfer.so.10, and there is TensorRT 11.2.0, which cannot serve it" in found.sentence
-    assert found.remedy == 'pip install "tensorrt==10.*"'
+    wrong = "is linked with TensorRT 10, and there is tensorrt 11.2.0, libnvinfer.so.11, which cannot serve it"
+    assert wrong in found.sentence
+    assert found.remedy == 'pip install "tensorrt-cu13==10.*"'
     assert finding(facts, "TensorRT").state == "works"  # by itself it serves
     assert failed(facts, "cuda", "tensorrt") == []
+    assert failed(facts, "ort-tensorrt") == ["TensorRT provider"]
+    nothing = replace(DESKTOP, packages={**DESKTOP.packages, "tensorrt-rtx": "1.7.1.116"})  # another product
+    assert "and there is no TensorRT; device='tensorrt'" in finding(nothing, "TensorRT provider").sentence
+
+
+def test_the_provider_is_judged_by_its_trial_where_its_tensorrt_is_there():
+    assert finding(ORIN_JETPACK_6, "TensorRT provider").sentence == "ONNX Runtime's provider runs TensorRT 10.3.0."
+    assert failed(ORIN_JETPACK_6, "ort-tensorrt") == []
+    facts = replace(ORIN_JETPACK_6, trials={CPU: None, CUDA: None, TENSORRT: "it died"})
+    assert finding(facts, "TensorRT provider").sentence.endswith("(device='ort-tensorrt') does not run: it died.")
+    assert failed(facts) == []
+    assert failed(facts, "ort-tensorrt") == ["TensorRT provider"]
+    without = replace(DESKTOP, onnxruntime=OnnxRuntimeFacts("1.31.1", "onnxruntime-gpu", (13, 0), (CUDA, CPU)))
+    assert failed(without) == []
+    assert failed(without, "ort-tensorrt") == ["TensorRT provider"]
+    # Where there is no CUDA, that is the reason.
+    assert failed(CPU_ONLY, "ort-tensorrt") == ["CUDA"]
 
 
 def test_tensorrt_without_a_driver():
@@ -512,8 +531,41 @@ def test_the_script_is_content_with_this_machine_and_a_whole_bundle(tiny_bundle:
     done = call(tiny_bundle, "--device", "cpu")
     assert (done.returncode, done.stderr) == (0, "")
     assert "ok    CPU: " in done.stdout
-    assert "ok    bundle: " in done.stdout
+    assert "ok    bundle: It loads and computes on cpu." in done.stdout
     assert done.stdout.endswith("\nAll that was asked for works: cpu.\n")
+
+
+def test_a_whole_bundle_that_does_not_load_is_no_success(tiny_bundle: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_bundle, tmp_path / "bundle")
+    manifest = json.loads((folder / "bundle.json").read_text())
+    manifest["target"]["rows_measured_on"] = "another processor"
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    (folder / "rows.json").write_text("{")
+    done = call(folder, "--device", "cpu")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(r"FAIL  bundle: It does not load on cpu: .*rows\.json is damaged .*: remove it", done.stdout)
+    assert "All that was asked for works" not in done.stdout
+
+
+def test_where_a_bundle_is_tried_and_where_not(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def ask(question: str, folder: str, device: str, *, seconds: int) -> dict:
+        asked.append((question, folder, device))
+        if device == "cpu":
+            raise probes.ProbeError("it computes in bfloat16.")
+        return {}
+
+    monkeypatch.setattr("runtime.doctor.bundle_trials.ask", ask)
+
+    def said(devices: list[str], hindered: set[str], *, is_named: bool) -> list[tuple[str, tuple[str, ...]]]:
+        return [(one.state, one.hinders) for one in bundle_trials(Path("b"), devices, hindered, is_named=is_named)]
+
+    assert said(["cpu", "cuda", "tensorrt"], set(), is_named=False) == [("note", ("cpu",)), ("works", ()), ("note", ())]
+    assert asked == [("bundle", "b", "cpu"), ("bundle", "b", "cuda")]
+    assert said(["cpu", "cuda"], set(), is_named=True) == [("broken", ("cpu",)), ("works", ())]
+    assert said(["cpu", "cuda"], {"cuda"}, is_named=False) == [("broken", ("cpu",)), ("note", ())]
+    assert len(asked) == 5
 
 
 def test_the_script_fails_where_what_was_asked_for_does_not_work(tmp_path: Path):

@@ -22,7 +22,8 @@ from runtime.pair import MAX_NUM_DRAFT_TOKENS
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.session import Session
-from tests.fakes import FakeContext, FakeModel, fake_tokenizer, greedy_text, plain_text
+from tests.fakes import FakeContext, FakeModel, fake_tokenizer, greedy_text
+from tests.plain_decoding import plain_text
 from tests.test_memory import RecordingModel
 
 TARGET, DRAFT = 16, 11

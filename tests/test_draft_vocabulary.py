@@ -138,12 +138,14 @@ CONTRADICTIONS = {
     "a token beyond the target": ({"to_target": ids(0, 6)}, "its columns do not stand for tokens from 0 to 5"),
     "a token below -1": ({"to_target": ids(0, -2)}, "its columns do not stand for tokens from 0 to 5"),
     "a token twice": ({"to_target": ids(2, -1, 2)}, "two columns stand for one token"),
+    "more columns than ids": ({"num_input_ids": np.int32(4), "spelling_ids": ids(2, 0, 3, 0, 1, 1, 3, 3)}, "it proposes 5"),
+    "a negative number of ids": ({"num_input_ids": np.int32(-1)}, "it proposes 5 tokens and reads -1"),
     "a token without a spelling": ({"target_vocab_size": np.int32(7)}, "6 tokens are spelled where the target has 7"),
     "spellings from 1 on": ({"spelling_offsets": ids(1, 1, 3, 3, 4, 7, 8)}, "do not follow each other from 0 to 8"),
     "spellings beyond the ids": ({"spelling_offsets": ids(0, 1, 3, 3, 4, 7, 9)}, "do not follow each other from 0 to 8"),
     "spellings backwards": ({"spelling_offsets": ids(0, 3, 1, 3, 4, 7, 8)}, "do not follow each other from 0 to 8"),
     "no offsets": ({"spelling_offsets": ids()}, "-1 tokens are spelled"),
-    "an id the draft does not read": ({"num_input_ids": np.int32(4)}, "an id that is not from 0 to 3"),
+    "an id the draft does not read": ({"spelling_ids": ids(2, 0, 5, 0, 1, 1, 3, 4)}, "an id that is not from 0 to 4"),
     "an id below 0": ({"spelling_ids": ids(2, 0, 4, 0, -1, 1, 3, 4)}, "an id that is not from 0 to 4"),
     "a prefix the draft does not read": ({"spelling_prefix": ids(5)}, "an id that is not from 0 to 4"),
     "fractions": ({"to_target": np.ones(5, np.float32)}, "1 dimensions of float32 where 1 of int32"),
@@ -167,6 +169,20 @@ def test_a_file_that_contradicts_itself_is_refused(name: str, tmp_path: Path) ->
     ) as caught:
         DraftVocabulary.load(file)
     assert problem in str(caught.value)
+
+
+def test_a_draft_reads_what_it_proposes() -> None:
+    """Columns of a cut head stand for ids of the target, which the draft is fed next."""
+    assert DraftVocabulary(6, 5, ids(4, 0, 1)).largest_input_id == 4
+    with pytest.raises(ValueError, match="a column stands for token 4, and ids are read to 3"):
+        DraftVocabulary(6, 4, ids(4, 0, 1))
+
+
+@pytest.mark.parametrize(("vocabulary", "largest"), [(VOCABULARY, 4), (CUT, 5), (DraftVocabulary(6, 9, ids(4, 0)), 5)])
+def test_the_largest_id_that_is_read(vocabulary: DraftVocabulary, largest: int) -> None:
+    assert vocabulary.largest_input_id == largest
+    if vocabulary.spelling is not None:
+        assert max(vocabulary.spell(range(6))[0]) <= largest
 
 
 @pytest.mark.parametrize("contents", [b"", b"PK", b"\x80\x04.", b"not a file of numpy"], ids=["empty", "zip", "pickle", "text"])

@@ -15,7 +15,8 @@ from runtime.generation import GenerationResult, Piece
 from runtime.generator import Generator
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
-from tests.fakes import FakeModel, PlainText, fake_generator, fake_tokenizer, greedy_text, plain_text, text_of
+from tests.fakes import FakeModel, fake_generator, fake_tokenizer, greedy_text, text_of
+from tests.plain_decoding import PlainText, plain_text
 
 PROMPT = [1, 2, 3, 1, 2]
 LOOP = [*range(8), *range(8)]  # a prompt whose text repeats itself on a model of period 8

@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tiny_bundle: Pat
     alone, pair = (MemoryBudget.of(bundle.target, draft, 128).peak for draft in (None, bundle.draft))
     monkeypatch.setattr("runtime.device_memory.free_memory", lambda: alone)
     with monkeypatch.context() as patch:
-        patch.setattr("runtime.generator.open_backend", lambda *_, **__: pytest.fail("a backend was opened"))
+        patch.setattr("runtime.loading.open_backend", lambda *_, **__: pytest.fail("a backend was opened"))
         patch.setattr(Tokenizer, "from_spec", lambda *_: pytest.fail("a tokenizer was loaded"))
         for drafter in (None, "auto", "model", "hybrid"):
             with pytest.raises(DeviceError, match="without its draft"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,9 +232,13 @@ def test_missing_field_is_named_with_its_place(bundle: Bundle, rewrite, place: P
         (("target", "names"), "default", "target: names is 'default' where an object is expected"),
         (("target", "names", "logits"), ["logits"], r"target: names: logits is \['logits'\] where str is expected"),
         (("target", "parity"), 0.1, "target: parity is 0.1 where Mapping is expected"),
-        (("target", "lowering"), "dense", "target: lowering is 'dense'; this runtime knows gqa, static, primitive, growing"),
-        (("target", "precision"), "int2", "target: precision is 'int2'; this runtime knows fp32, fp16, int8, int4"),
-        (("draft", "cache_dtype"), "bfloat16", "draft: cache_dtype is 'bfloat16'; this runtime knows float32, float16"),
+        (
+            ("target", "lowering"),
+            "dense",
+            "target: lowering is 'dense'; this runtime knows gqa, gqa-half, static, primitive, growing",
+        ),
+        (("target", "precision"), "int2", "target: precision is 'int2'; this runtime knows fp32, fp16, bf16, int8, int4"),
+        (("draft", "cache_dtype"), "float8", "draft: cache_dtype is 'float8'; this runtime knows float32, float16, bfloat16"),
         *[
             (("draft", name), value, f"draft: {name} is {value}")
             for name in ("num_layers", "num_key_value_heads", "head_size", "vocab_size", "context_length", "min_rows")
@@ -279,6 +284,20 @@ def test_file_instead_of_a_folder(tmp_path: Path):
         load_bundle(tmp_path / "file")
 
 
+def test_name_that_no_folder_can_have(tmp_path: Path):
+    with pytest.raises(BundleError, match=r"^There is no bundle folder at .{1,250}: make one with scripts/export.py\.$"):
+        load_bundle(tmp_path / ("x" * 5000))
+
+
+def test_path_that_is_not_utf8(bundle: Bundle):
+    """ONNX Runtime would refuse it in words about its constructor."""
+    odd = bundle.folder.rename(bundle.folder.with_name(os.fsdecode(b"bundle\xff")))
+    with pytest.raises(
+        BundleError, match=r"^The bundle's path '.*bundle\\udcff' is not UTF-8, as engines need it: rename it\.$"
+    ):
+        load_bundle(odd)
+
+
 def test_folder_that_is_no_bundle(tmp_path: Path):
     with pytest.raises(BundleError, match=r"is not a bundle: it holds no bundle\.json"):
         load_bundle(tmp_path)
@@ -293,7 +312,15 @@ def test_truncated_manifest(bundle: Bundle, kept: int):
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [(b"\xff\xfe{}", "not valid JSON"), (b"[1]", "holds a JSON list where an object")]
+    ("text", "sentence"),
+    [
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b"[1]", "holds a JSON list where an object"),
+        (b"[" * 200_000, "not valid JSON .*recursion"),
+        (b'{"format_version": "1.0", "size": ' + b"9" * 5000 + b"}", "not valid JSON .*digits"),
+        (b'{"format_version": "' + b"x" * 5000 + b'"}', r"has format_version 'x{1,80}; expected one such"),
+    ],
+    ids=["UTF-16", "list", "deep", "large", "long"],
 )
 def test_manifest_that_is_no_object(bundle: Bundle, text: bytes, sentence: str):
     (bundle.folder / "bundle.json").write_bytes(text)
@@ -331,6 +358,20 @@ def test_changed_file_is_found_by_its_hash_only(bundle: Bundle, name: str):
     with pytest.raises(BundleError, match=f"'{name}' in .* was changed after the export"):
         load_bundle(bundle.folder)
     assert load_bundle(bundle.folder, hash_contents=False) == bundle
+
+
+@pytest.mark.parametrize("name", ["bundle.json", "target/model.onnx"])
+def test_a_file_that_may_not_be_read(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, name: str):
+    opened = Path.open
+
+    def refuse(self: Path, *arguments: object, **options: object) -> object:
+        if self == bundle.folder / name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(BundleError, match=rf"{name}.* cannot be read \(Permission denied\): mend its permissions"):
+        load_bundle(bundle.folder)
 
 
 def test_file_of_several_chunks_is_hashed_whole(tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.contract import DecoderSpec, FileRecord
 from runtime.decoder import Decoder, context_size
-from runtime.errors import DeviceError
+from runtime.errors import BundleError, DeviceError
 from runtime.memory import (
     MemoryBudget,
     check_fits,
@@ -132,6 +132,16 @@ def test_the_length_it_names_is_the_largest_that_fits(draft: DecoderSpec | None,
         (spec_of(precision="int4"), spec_of(precision="int8"), "export it in int4 or load it without its draft"),
         (spec_of(precision="int4"), spec_of(precision="int4"), "load it without its draft (drafter='lookup')"),
         (spec_of(precision="int4"), None, "take a smaller model"),
+        (
+            spec_of(precision="int4", cache_capacity=8256),
+            None,
+            "export it with a lower --max-length (it fixes the size of the caches).",
+        ),
+        (
+            spec_of(precision="int4"),
+            spec_of(precision="int4", cache_capacity=8256),
+            "export it with a lower --max-length (it fixes the size of the caches) or load it without its draft",
+        ),
     ],
 )
 def test_what_fits_at_no_length_gets_another_advice(target: DecoderSpec, draft: DecoderSpec | None, advice: str) -> None:
@@ -139,6 +149,20 @@ def test_what_fits_at_no_length_gets_another_advice(target: DecoderSpec, draft: 
     with pytest.raises(DeviceError) as caught:
         check_fits(target, draft, 2048, free)
     assert f"it does not fit even without a context, {advice}" in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_caches_far_larger_than_the_context_are_the_manifests_fault(role: str) -> None:
+    needed = 8192 + 1
+    odd = spec_of(cache_capacity=2 * needed + 1)
+    pair = (odd, None) if role == "target" else (spec_of(), odd)
+    free = MemoryBudget.of(*pair, 2048).peak
+    check_fits(*pair, 2048, free)  # where there is memory for them, they are only a waste
+    with pytest.raises(BundleError, match=f"cache_capacity of the {role} is 16,387, its context_length of 8,192 needs 8,193"):
+        check_fits(*pair, 2048, free - 1)
+    usual = spec_of(cache_capacity=2 * needed)
+    with pytest.raises(DeviceError, match="of memory"):
+        check_fits(usual, None, 2048, 0)
 
 
 @pytest.mark.parametrize(("context_length", "promised"), [(8192, 2048), (2049, 2048), (512, 512)])

@@ -29,7 +29,7 @@ from runtime.tokenizer import Tokenizer
 from .test_real_weights import PROMPTS
 
 if TYPE_CHECKING:
-    import torch
+    from export.reference import Reference
 
 WORKER = Path(__file__).with_name("oracle_genai.py")
 INSTALL = "pip install onnxruntime-genai==0.18.0"
@@ -76,15 +76,16 @@ class Pair:
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """In fp32, with its own weights in int4 as the draft; the export's own checks are left to other tests."""
-    from export.bundle import _tokenizer_of, _write_tokenizer
-    from export.decoders import Role, write_decoder
+    from export.bundle import _write_tokenizer, tokenizer_of
+    from export.decoders import write_decoder
+    from export.role import Role
     from export.source import resolve_source
 
     folder = tmp_path_factory.mktemp("smollm2")
     source = resolve_source(str(smollm2_gguf))
     roles = (Role("target", source, "fp32", 1024), Role("draft", source, "int4", 1024))
     target, draft = (write_decoder(role, folder, lambda *_: None) for role in roles)
-    save_bundle(Bundle(folder, _write_tokenizer(folder, _tokenizer_of(source)), target, draft, "tests"))
+    save_bundle(Bundle(folder, _write_tokenizer(folder, tokenizer_of(source)), target, draft, "tests"))
     return Pair.load(folder, THREADS)
 
 
@@ -99,9 +100,9 @@ def prompts(smollm2: Pair) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_gguf: Path) -> "torch.nn.Module":
+def reference(smollm2_gguf: Path) -> "Reference":
     """The same file as transformers reads it, in float32."""
-    from export.parity import load_reference
+    from export.reference import load_reference
     from export.source import resolve_source
 
     return load_reference(resolve_source(str(smollm2_gguf)))
@@ -162,17 +163,15 @@ def genai_closed(runs: list[Run]) -> list[list[int]]:
 
 @pytest.mark.real_weights
 def test_greedy_text_is_that_of_transformers(
-    reference: "torch.nn.Module", prompts: list[list[int]], texts: dict[str, list[list[int]]]
+    reference: "Reference", prompts: list[list[int]], texts: dict[str, list[list[int]]]
 ) -> None:
     """None of the 20 texts parts where this was written; the nearest two logits on the way are 0.011 apart.
 
     Behind each beginning of our text, transformers' most likely token must be our next: by induction, the text is its own.
     """
-    from export.parity import reference_logits
-
     parted = []
     for prompt, text in zip(prompts, texts["fp32"], strict=True):
-        rows = reference_logits(reference, [*prompt, *text[:-1]])[len(prompt) - 1 :]
+        rows = reference.logits([[*prompt, *text[:-1]]])[0, len(prompt) - 1 :]
         differing = np.flatnonzero(rows.argmax(axis=1) != text)
         if len(differing):
             second, first = np.sort(rows[differing[0]])[-2:]
@@ -182,12 +181,10 @@ def test_greedy_text_is_that_of_transformers(
 
 
 @pytest.mark.real_weights
-def test_logits_are_those_of_transformers(smollm2: Pair, reference: "torch.nn.Module") -> None:
-    from export.parity import reference_logits
-
+def test_logits_are_those_of_transformers(smollm2: Pair, reference: "Reference") -> None:
     tokens = smollm2.tokenizer.encode(" ".join(PROMPTS))[:200]
     ours = Decoder(smollm2.target, len(tokens), num_rows=len(tokens)).forward(tokens, len(tokens))
-    assert np.abs(ours - reference_logits(reference, tokens)).max() < 1e-3
+    assert np.abs(ours - reference.logits([tokens])[0]).max() < 1e-3
 
 
 @pytest.mark.real_weights

@@ -353,20 +353,6 @@ def test_the_work_for_a_token_does_not_grow(tokens: list[str | bytes], num_conte
     assert output.text == decode_pieces(repeated)
 
 
-@pytest.mark.parametrize(
-    ("stop", "message"),
-    [
-        ("END", "stop is the string 'END'"),
-        (["a", ""], r"stop\[1\] is ''"),
-        (["a", None], r"stop\[1\] is None"),
-        (["a\ufffd"], r"stop\[0\] is .* U\+FFFD"),
-    ],
-)
-def test_bad_stop_strings_are_refused(stop: Sequence[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OutputText(lambda ids: "", stop)
-
-
 def test_nothing_comes_after_the_end() -> None:
     decode, ids = pieces("ab", "c")
     output = OutputText(decode, ["b"])

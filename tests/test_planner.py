@@ -105,6 +105,11 @@ def test_it_says_what_pays_most() -> None:
     assert "code: lookup, K = 3 (1.60 times); story: model, K = 2 (1.10 times)" in sentence
 
 
+def test_a_setting_that_loses_is_not_among_the_fastest() -> None:
+    sentence = advise({"story": plan_of(0.95), "code": plan_of(1.6, LOOKUP_3), "list": plan_of(0.9, LOOKUP_3)})
+    assert "fixed settings: code: lookup, K = 3 (1.60 times); nothing gains for story, list. One for all" in sentence
+
+
 def test_plain_decoding_gains_nothing_over_itself_and_an_unsteady_machine_is_seen() -> None:
     plan = PromptPlan({}, {OFF: 10.0}, OFF, 30.0, 10.0)
     assert plan.measured_gain == 1.0
@@ -176,10 +181,16 @@ def test_a_plan_of_another_machine_or_other_models_is_not_taken(folder: Path) ->
     [
         lambda text: text[:40],
         lambda text: "[]",
+        lambda text: "[" * 200_000,
         lambda text: text.replace('"costs"', '"prices"'),
         lambda text: text.replace("1.5", "-1.5"),
         lambda text: text.replace("0.25", '"much"'),
         lambda text: text.replace("0.625", "[]"),
+        lambda text: text.replace("0.625", "7.5"),
+        lambda text: text.replace("0.625", "1" + "0" * 400),
+        lambda text: text.replace("1.5", "1e308"),
+        lambda text: text.replace("0.25", "1e308"),
+        lambda text: json.dumps({**(plan := json.loads(text)), "costs": {**plan["costs"], "draft_by_rows": None}}),
     ],
 )
 def test_a_damaged_plan_gets_a_sentence(folder: Path, damage: object) -> None:

@@ -1,11 +1,14 @@
 """What a caller may ask for: ranges, copies, and the sentence that refuses the rest."""
 
+import copy
 import dataclasses
+import json
+import pickle
 
 import numpy as np
 import pytest
 
-from runtime.sampling_params import ACCEPTANCE_RULES, MAX_LOGPROBS, SamplingParams
+from runtime.sampling_params import ACCEPTANCE_RULES, MAX_LOGPROBS, SamplingParams, TokenBias
 
 NOT_NUMBERS = [None, "1", True, [1.0], float("nan"), float("inf"), -float("inf")]
 WRONG = {
@@ -23,9 +26,9 @@ WRONG = {
     "presence_penalty": [-2.1, 2.1, *NOT_NUMBERS],
     "frequency_penalty": [-2.1, 2.1, *NOT_NUMBERS],
     "logit_bias": [None, [1, 2], "1", 5],
-    "bad_words": ["word", b"word", [""], [[]], ["a", ()], None, 5],
+    "bad_words": ["word", b"word", [""], [[]], ["a", ()], None, 5, ["a\udfff"]],
     "acceptance": ["", "Rejection", "greedy", None, 1, ["coupled"]],
-    "stop": ["", [""], ["a", ""], [1], ["a", None], [b"a"], None, 5, "a\ufffd"],
+    "stop": ["", [""], ["a", ""], [1], ["a", None], [b"a"], None, 5, "a\ufffd", ["a", "\ud800"]],
     "stop_token_ids": ["12", b"12", [-1], [1.0], [True], ["1"], None, 5, [np.timedelta64(3)]],
     "include_stop": ["no", None, 2],
     "ignore_eos": ["no", None, 2],
@@ -131,6 +134,47 @@ def test_params_are_values_that_cannot_be_changed() -> None:
     assert one != SamplingParams(stop=["a"], bad_words=[[1]], logit_bias={1: 3.0})
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.top_k = 3
+
+
+CHANGES = {
+    "an entry": lambda bias: bias.__setitem__(1, 3.0),
+    "no entry": lambda bias: bias.__delitem__(1),
+    "or": lambda bias: bias.__ior__({2: 3.0}),
+    "clear": lambda bias: bias.clear(),
+    "pop": lambda bias: bias.pop(1),
+    "popitem": lambda bias: bias.popitem(),
+    "setdefault": lambda bias: bias.setdefault(2, 3.0),
+    "update": lambda bias: bias.update({1: 3.0}),
+    "update by name": lambda bias: bias.update(one=3.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_bias_cannot_be_changed(name: str) -> None:
+    params = SamplingParams(logit_bias={1: 2.0})
+    with pytest.raises(TypeError, match=r"^logit_bias cannot be changed: make new SamplingParams, with dataclasses\.replace"):
+        CHANGES[name](params.logit_bias)
+    assert params == SamplingParams(logit_bias={1: 2.0})
+
+
+def test_no_way_to_change_a_dict_is_left_open() -> None:
+    own = {name for name in vars(dict) if name not in vars(object)} - {"__or__", "__ror__", "copy", "fromkeys", "get"}
+    reading = {"__contains__", "__getitem__", "__iter__", "__len__", "__reversed__", "__class_getitem__"}
+    assert own - reading - {"items", "keys", "values"} <= vars(TokenBias).keys()
+
+
+def test_params_with_a_bias_are_copied_pickled_shown_and_written() -> None:
+    params = SamplingParams(logit_bias={1: 2.0}, stop=["a"])
+    written = [pickle.dumps(params, protocol) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    copies = [pickle.loads(one) for one in written]  # noqa: S301 - written here
+    for same in (*copies, copy.copy(params), copy.deepcopy(params), dataclasses.replace(params)):
+        assert same == params
+        assert same.logit_bias == {1: 2.0}
+        with pytest.raises(TypeError, match="cannot be changed"):
+            same.logit_bias[1] = 3.0
+    assert "logit_bias={1: 2.0}" in repr(params)
+    assert json.loads(json.dumps(dataclasses.asdict(params)))["logit_bias"] == {"1": 2.0}
+    assert dataclasses.replace(params, logit_bias=params.logit_bias | {3: 1.0}).logit_bias == {1: 2.0, 3: 1.0}
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.0, True), (1e-9, False), (1, False)])

@@ -1,5 +1,8 @@
 """The scripts as a user calls them: help, errors, pipes, interrupts. The export script has its own file."""
 
+import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -42,6 +45,13 @@ def test_an_unknown_option_is_named(script: str, tmp_path: Path) -> None:
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--num-draft-tokens", "-1"], "num_draft_tokens is -1"),
         (["--device", "cuda"], "The device 'cuda' is not available"),
+        (["--device", "ort-tensorrt:1"], "The device 'ort-tensorrt:1' is not available"),
+        (["--draft-device", "cuda", "--drafter", "model"], "The device 'cuda' is not available"),
+        (["--tf32"], "tf32 (--tf32) is an option of the device 'cuda' and 'ort-tensorrt'; this is 'cpu': leave it out"),
+        (["--cuda-graphs"], "cuda_graphs (--cuda-graphs) is an option of the device 'cuda'; this is 'cpu'"),
+        (["--gpu-memory-limit", "1.5"], "memory_limit (--gpu-memory-limit) is an option of the device 'cuda'; this is 'cpu'"),
+        (["--gpu-memory-limit", "nan"], "--gpu-memory-limit is nan; gigabytes are expected, such as 4 or 0.5."),
+        (["--gpu-memory-limit", "1e300"], "--gpu-memory-limit is 1e+300; gigabytes are expected"),
         (["--threads", "0"], "threads is 0"),
         (["--stop", ""], "stop is"),
     ],
@@ -75,6 +85,14 @@ def test_drafters_print_the_same_text(tiny_bundle: Path) -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize(("drafter", "told"), [("off", ", nothing proposed, "), ("model", ", acceptance rate ")])
+def test_no_acceptance_rate_is_told_of_nothing(tiny_bundle: Path, drafter: str, told: str) -> None:
+    done = call("generate.py", tiny_bundle, "1 2 3", "--max-new-tokens", 8, "--drafter", drafter, "--trace")
+    assert done.returncode == 0
+    assert told in done.stderr
+    assert ("acceptance rate" in done.stderr) == (drafter == "model")
+
+
 def test_a_reader_that_leaves_is_no_error(tiny_bundle: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "generate.py"), str(tiny_bundle), "1 2 3", "--trace"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -83,6 +101,66 @@ def test_a_reader_that_leaves_is_no_error(tiny_bundle: Path) -> None:
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
     process.wait(timeout=60)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_one_sentence(tiny_bundle: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "generate.py"), str(tiny_bundle), "1 2 3", "--max-new-tokens", "4"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_text_that_the_output_cannot_write_is_one_sentence(tiny_bundle: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "generate.py"), str(tiny_bundle), "cat = le", "--max-new-tokens", "30"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert re.match(
+        r"error: The output's encoding, ascii, cannot write '\\\S+': set PYTHONIOENCODING=utf-8:replace\.", done.stderr
+    )
+
+
+@pytest.mark.parametrize(("script", "arguments", "status"), [("generate.py", ["-"], 1), ("chat.py", [], 0)])
+def test_an_input_that_is_closed_has_ended(tiny_bundle: Path, script: str, arguments: list[str], status: int) -> None:
+    command = shlex.join([sys.executable, str(SCRIPTS / script), str(tiny_bundle), *arguments])
+    done = subprocess.run(["/bin/sh", "-c", f"{command} <&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith("error: The prompt is empty") if status else done.stderr == ""
+
+
+def test_a_chat_does_what_its_commands_say(tiny_bundle: Path) -> None:
+    long = "a " * 600
+    said = [long, "What is 3 + 4?", "/more", long, "/back", "/more", "/again", "/nope", " /nope", "", "/exit", "not read"]
+    done = call("chat.py", tiny_bundle, "--max-new-tokens", 2, stdin="\n".join(said))
+    told = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == done.stderr.count("\n[") == 3, "two turns, and more of the first"
+    assert [line[:15] for line in told[:2]] == ["The prompt has "] * 2
+    assert [line.endswith(" Forget the last turn with /back.") for line in told[:2]] == [False, True]
+    assert told[2].startswith("There is no answer to go on with")
+    assert told[3:] == ["There is no message to answer again.", "'/nope' is unknown; there are /more, /again, /back, /exit."]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_modules_are_imported_is_a_word(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "numpy.py").write_text(f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(20)\n")
+    command = [sys.executable, str(SCRIPTS / "generate.py"), str(tmp_path), "1 2 3"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_an_interrupt_that_a_module_reports_as_its_own_failure_is_a_word(tmp_path: Path) -> None:
+    """As onnxruntime's module of C++ does."""
+    code = (
+        "from command_line import run\ndef main():\n    raise ImportError('initialization failed') from KeyboardInterrupt()\n"
+    )
+    (tmp_path / "script.py").write_text(f"{code}raise SystemExit(run(main, extra='.[cpu]'))\n")
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
 def test_an_interrupt_ends_a_generation_in_a_sentence(tiny_bundle: Path) -> None:

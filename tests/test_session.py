@@ -12,7 +12,8 @@ from runtime.generation import GenerationResult, Piece
 from runtime.generator import Generator
 from runtime.sampling_params import SamplingParams
 from runtime.session import Session
-from tests.fakes import FakeModel, fake_generator, greedy_text, plain_text, text_of
+from tests.fakes import FakeModel, fake_generator, greedy_text, text_of
+from tests.plain_decoding import plain_text
 
 PROMPT = [1, 2, 3, 1, 2]
 LOOP = [*range(8), *range(8)]

@@ -16,7 +16,8 @@ from runtime.errors import LogitsError, PromptError
 from runtime.generation import GenerationResult, Piece
 from runtime.sampling_params import SamplingParams
 from runtime.session import Session
-from tests.fakes import CHAT_TEMPLATE, FakeModel, fake_generator, plain_text
+from tests.fakes import CHAT_TEMPLATE, FakeModel, fake_generator
+from tests.plain_decoding import plain_text
 
 MOST_LINES = 4
 CONTEXT_LENGTH = 70

@@ -243,6 +243,16 @@ def test_a_bundles_tokenizer_is_loaded(tmp_path: Path) -> None:
         Tokenizer.from_spec(TokenizerSpec(file, None, None, None, (2,), 300), tmp_path).render_chat(USER)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat.jinja"])
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path, name: str) -> None:
+    contents = {"tokenizer.json": byte_level_json().encode(), "chat.jinja": b"{{ bos_token }}"}
+    for file, text in (contents | {name: b"ab\xff"}).items():
+        (tmp_path / file).write_bytes(text)
+    tokenizer, template = (FileRecord(file, 0, "") for file in contents)
+    with pytest.raises(BundleError, match=rf"{name} is not UTF-8 \(byte 2\): export the bundle again\.$"):
+        Tokenizer.from_spec(TokenizerSpec(tokenizer, template, None, None, (2,), 300), tmp_path)
+
+
 def test_jinja_is_imported_when_a_chat_is_rendered() -> None:
     program = (
         "import sys\n"

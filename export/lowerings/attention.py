@@ -114,7 +114,8 @@ def cache_geometry(layers: Sequence[AttentionLayer], lowering: str) -> tuple[int
     shapes = {(int(past.shape[1]), int(past.shape[3])) for layer in layers for past in (layer.past_key, layer.past_value)}
     if len(shapes) != 1:
         raise ExportError(
-            f"The layers' caches differ in heads or head size ({sorted(shapes)}): the {lowering} lowering needs them alike."
+            f"The model's caches differ in heads or head size ({sorted(shapes)}), keys from values as in latent attention or "
+            f"one layer from another, and the {lowering} lowering needs them alike: take another model."
         )
     return shapes.pop()
 

@@ -6,6 +6,7 @@ import onnx
 import onnx_ir as ir
 
 from export.errors import ExportError
+from export.graph_head import LOGITS_ROWS
 
 
 def remove_unread_nodes(graph: ir.Graph) -> None:
@@ -70,4 +71,4 @@ def fix_shapes(graph: ir.Graph, capacity: int) -> None:
         if len(shape) == 4:
             value.shape = ir.Shape([1, shape[1], capacity, shape[3]])
         elif len(shape) > 1:
-            value.shape = ir.Shape([1, "rows", *shape[2:]])
+            value.shape = ir.Shape([1, shape[1] if shape[1] == LOGITS_ROWS else "rows", *shape[2:]])

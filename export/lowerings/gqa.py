@@ -34,13 +34,15 @@ _KERNEL_WIDTHS = 8
 FLOAT32_OPERATORS = frozenset({"LayerNormalization", "Softmax"})
 
 
-def lower_to_group_query_attention(model: ir.Model, context_length: int, *, half_precision: bool = False) -> AttentionGeometry:
+def lower_to_group_query_attention(
+    model: ir.Model, context_length: int, *, element_type: ir.DataType = ir.DataType.FLOAT
+) -> AttentionGeometry:
     """Rewrites a base graph in place to the `gqa` form.
 
     Args:
         model: The base graph, weights applied; its inputs are input_ids, attention_mask, position_ids and the caches.
         context_length: Tokens the graph must serve; tables that are read by position are cut to it.
-        half_precision: Whether weights, activations and cache become float16; see half_precision.
+        element_type: Of weights, activations and cache; see half_precision.
 
     Returns:
         The cache geometry that the manifest records.
@@ -50,8 +52,8 @@ def lower_to_group_query_attention(model: ir.Model, context_length: int, *, half
     """
     graph = model.graph
     drop_causal_masks(graph, context_length, NAME)
-    if half_precision:
-        to_half_precision(graph, FLOAT32_OPERATORS)
+    if element_type != ir.DataType.FLOAT:
+        to_half_precision(graph, FLOAT32_OPERATORS, element_type)
     layers = read_attention_layers(graph, NAME)
     heads, head_size = cache_geometry(layers, NAME)
     if head_size % 8:

@@ -20,6 +20,8 @@ _LAST_ROWS = 2
 # A score this far below the others has no weight in float32.
 _HIDDEN = -10_000.0
 _POSITIONAL_INPUTS = frozenset({"attention_mask", "position_ids", "input_ids"})
+# Of these, what they hold tells where tokens stand, and nothing else.
+_PLACES = frozenset({"attention_mask", "position_ids"})
 _IR_VERSION = 11
 _MASK_INPUT = 3
 
@@ -70,13 +72,17 @@ class _MaskGraph:
 
     def __init__(self, graph: ir.Graph, mask: ir.Value, where: str, lowering: str) -> None:
         self._where, self._lowering = where, lowering
-        inputs = [value for value in graph.inputs if value.name in _POSITIONAL_INPUTS]
+        inputs = [value for value in graph.inputs if value.name in _POSITIONAL_INPUTS or _is_cache(value)]
         try:
             part = ir.convenience.extract(graph, inputs, [mask])
         except ValueError as error:
             raise self._dependent("more inputs than the places of tokens") from error
-        if any(reader.op_type != "Shape" for value in part.inputs if value.name == "input_ids" for reader, _ in value.uses()):
-            raise self._dependent("which tokens there are")
+        for value in part.inputs:
+            if value.name not in _PLACES and any(reader.op_type != "Shape" for reader, _ in value.uses()):
+                raise self._dependent("which tokens there are" if value.name == "input_ids" else "what is cached")
+        # A cache's length may be what tells where a row stands.
+        caches = [value for value in part.inputs if _is_cache(value)]
+        self._caches = {value.name: (int(value.shape[1]), int(value.shape[3])) for value in caches}
         part.outputs[0].name = "mask"
         part.opset_imports.update(graph.opset_imports)
         options = ort.SessionOptions()
@@ -96,13 +102,15 @@ class _MaskGraph:
             "position_ids": np.arange(past, past + rows)[None],
             "input_ids": np.zeros((1, rows), np.int64),
         }
+        for name, (heads, width) in self._caches.items():
+            feeds[name] = np.zeros((1, heads, past, width), np.float32)
         names = [value.name for value in self._session.get_inputs()]
         mask = self._session.run(None, {name: feeds[name] for name in names})[0]
         if mask.dtype != bool:
             if not ((mask == 0) | (mask <= _HIDDEN)).all():
                 raise ExportError(
                     f"{self._where} adds a positional bias to its scores (as ALiBi does); the {self._lowering} lowering keeps "
-                    "plain causal masks only."
+                    "plain causal masks only: take a model that tells places by rotation or by a table."
                 )
             mask = mask == 0
         return np.broadcast_to(mask, (*mask.shape[:-2], rows, past + rows)).reshape(-1, rows, past + rows)
@@ -111,3 +119,7 @@ class _MaskGraph:
         return ExportError(
             f"{self._where} has a mask that depends on {what}; the {self._lowering} lowering keeps plain causal masks only."
         )
+
+
+def _is_cache(value: ir.Value) -> bool:
+    return value.shape is not None and len(value.shape) == 4

@@ -42,7 +42,7 @@ def cache_capacity(context_length: int) -> int:
     return -(-(context_length + PADDING_ROWS) // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
 
 
-def insert_positions(graph: ir.Graph, context_length: int, mask_type: type[np.floating]) -> Positions:
+def insert_positions(graph: ir.Graph, context_length: int, mask_type: ir.DataType) -> Positions:
     """Replaces the base graph's position_ids by what past_length and the number of rows say.
 
     The additive mask holds finite numbers: a fused kernel that sees a whole tile of -inf would make NaN of it.
@@ -63,7 +63,7 @@ def insert_positions(graph: ir.Graph, context_length: int, mask_type: type[np.fl
     slot_numbers = np.arange(capacity, dtype=np.int64).reshape(1, 1, 1, -1)
     cache_slots = add_initializer(graph, "positions.cache_slots", slot_numbers)
     visible = write.op("LessOrEqual", cache_slots, write.op("Unsqueeze", slots, write.integers(0, 1, 3)))
-    shown, hidden = write.scalar(0, mask_type), write.scalar(np.finfo(mask_type).min, mask_type)
+    shown, hidden = (write.scalar(value, mask_type.numpy()) for value in (0, mask_type.min))
     mask = write.op("Where", visible, shown, hidden)
     mask.name = "causal_mask"
     graph.insert_before(graph[0], write.nodes)

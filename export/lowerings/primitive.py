@@ -23,13 +23,15 @@ IR_VERSION = 10
 NAME = "primitive"
 
 
-def lower_to_primitives(model: ir.Model, context_length: int, *, half_precision: bool = False) -> AttentionGeometry:
+def lower_to_primitives(
+    model: ir.Model, context_length: int, *, element_type: ir.DataType = ir.DataType.FLOAT
+) -> AttentionGeometry:
     """Rewrites a base graph in place to the `primitive` form; arguments, result and errors as lower_to_static_cache has."""
     graph = model.graph
-    layers = read_for_standard_operators(graph, context_length, NAME, half_precision=half_precision)
+    layers = read_for_standard_operators(graph, context_length, NAME, element_type)
     heads, head_size = cache_geometry(layers, NAME)
     capacity = cache_capacity(context_length)
-    positions = insert_positions(graph, context_length, np.float32)
+    positions = insert_positions(graph, context_length, ir.DataType.FLOAT)
     indices = _cache_indices(graph, positions, heads)
     for layer in layers:
         _write_out_attention(graph, layer, positions, indices)

@@ -8,12 +8,12 @@ from .attention import AttentionLayer, read_attention_layers
 from .masks import drop_causal_masks
 from .norms import split_skip_norms
 
-# Sums of squares, exponentials and rotations lose too much in float16, or overflow.
+# Sums of squares, exponentials and rotations lose too much in 16 bits, or overflow.
 _FLOAT32_OPERATORS = frozenset({"RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Softmax"})
 
 
 def read_for_standard_operators(
-    graph: ir.Graph, context_length: int, lowering: str, *, half_precision: bool
+    graph: ir.Graph, context_length: int, lowering: str, element_type: ir.DataType
 ) -> list[AttentionLayer]:
     """Prepares a base graph for a form without contrib operators, and reads its layers; arguments as the lowerings have.
 
@@ -22,6 +22,6 @@ def read_for_standard_operators(
     """
     drop_causal_masks(graph, context_length, lowering)
     split_skip_norms(graph)
-    if half_precision:
-        to_half_precision(graph, _FLOAT32_OPERATORS)
+    if element_type != ir.DataType.FLOAT:
+        to_half_precision(graph, _FLOAT32_OPERATORS, element_type)
     return read_attention_layers(graph, lowering)

@@ -6,7 +6,6 @@ boolean mask, never nonpad_kv_seqlen, each of which one of these engines refuses
 follows the cache's capacity, not what is in it.
 """
 
-import numpy as np
 import onnx_ir as ir
 
 from export.errors import ExportError
@@ -23,13 +22,15 @@ IR_VERSION = 11
 NAME = "static"
 
 
-def lower_to_static_cache(model: ir.Model, context_length: int, *, half_precision: bool = False) -> AttentionGeometry:
+def lower_to_static_cache(
+    model: ir.Model, context_length: int, *, element_type: ir.DataType = ir.DataType.FLOAT
+) -> AttentionGeometry:
     """Rewrites a base graph in place to the `static` form.
 
     Args:
         model: The base graph, weights applied; its inputs are input_ids, attention_mask, position_ids and the caches.
         context_length: Tokens the graph must serve; the cache's axis is that, and room for padding rows.
-        half_precision: Whether weights, activations and cache become float16; see half_precision.
+        element_type: Of weights, activations and cache; see half_precision.
 
     Returns:
         The cache geometry that the manifest records.
@@ -38,11 +39,11 @@ def lower_to_static_cache(model: ir.Model, context_length: int, *, half_precisio
         ExportError: A node of the graph has no counterpart in this lowering; the sentence names it.
     """
     graph = model.graph
-    layers = read_for_standard_operators(graph, context_length, NAME, half_precision=half_precision)
+    layers = read_for_standard_operators(graph, context_length, NAME, element_type)
     heads, head_size = cache_geometry(layers, NAME)
     if any(layer.softcap for layer in layers):
         raise ExportError("The model caps its attention scores, which TensorRT's attention does not: use --lowering primitive.")
-    positions = insert_positions(graph, context_length, np.float16 if half_precision else np.float32)
+    positions = insert_positions(graph, context_length, element_type)
     for layer in layers:
         _replace_attention(graph, layer, positions)
     fix_shapes(graph, cache_capacity(context_length))

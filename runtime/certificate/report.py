@@ -82,13 +82,9 @@ class Certificate:
         checks: Sequence[CheckReport],
     ) -> "Certificate":
         """Gathers what was checked, and on what."""
-        specs = [bundle.target, *([] if bundle.draft is None else [bundle.draft])]
-        records = [bundle.tokenizer.file, *(record for spec in specs for record in spec.graph)]
-        if bundle.draft_vocabulary is not None:
-            records.append(bundle.draft_vocabulary)
         return cls(
             folder,
-            {record.path: record.sha256 for record in records},
+            {record.path: record.sha256 for record in bundle.files()},
             generator.describe(),
             _machine(),
             datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),

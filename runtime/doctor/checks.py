@@ -2,18 +2,18 @@
 
 from collections.abc import Collection, Iterator
 
-from .cuda_checks import CUDA, check_cuda, check_tensorrt, has_tensorrt_to_run
+from .cuda_checks import CUDA, check_cuda, check_tensorrt, check_tensorrt_provider, has_tensorrt_to_run
 from .facts import Finding, MachineFacts
 from .jetpack import jetpack_of
 
-DEVICES = ("cpu", "cuda", "tensorrt")
+DEVICES = ("cpu", "cuda", "tensorrt", "ort-tensorrt")
 _DEPENDENCIES = ("numpy", "tokenizers", "jinja2")
 
 
 def examine(facts: MachineFacts) -> list[Finding]:
     """Returns everything there is to say of a machine, in the order in which it should be read and mended."""
     checks = (
-        *(check_packages, check_onnxruntime, check_cpu, check_jetson, check_cuda, check_tensorrt),
+        *(check_packages, check_onnxruntime, check_cpu, check_jetson, check_cuda, check_tensorrt, check_tensorrt_provider),
         *(check_memory, check_bundle),
     )
     return [finding for check in checks for finding in check(facts)]
@@ -70,7 +70,7 @@ def check_onnxruntime(facts: MachineFacts) -> Iterator[Finding]:
             f"{' and '.join(wheels)} share one folder, so the last one installed hides the others: what imports is {package} "
             f"{facts.onnxruntime.version}{', which has no CUDA' if hides_cuda else ''}.",
             reinstall,
-            ("cuda",) if hides_cuda else (),
+            ("cuda", "ort-tensorrt") if hides_cuda else (),
         )
     else:
         yield Finding("ONNX Runtime", "works", f"{wheels[0] if wheels else facts.onnxruntime.version} imports.")

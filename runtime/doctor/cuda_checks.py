@@ -4,11 +4,14 @@ import re
 from collections.abc import Iterator
 
 from runtime.ort.provider_trial import has_no_kernels
+from runtime.ort.tensorrt_library import install_command
 
 from .facts import Finding, MachineFacts
 from .jetpack import jetpack_of
 
 CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+# What cannot run without CUDA, and without the provider.
+_CUDA_DEVICES, _PROVIDER = ("cuda", "ort-tensorrt"), ("ort-tensorrt",)
 # PyPI's wheels: CUDA 12 up to 1.26, CUDA 13 from 1.27 on (their extra "cuda" names the packages).
 _LAST_CUDA_12 = "1.26.0"
 # TensorRT's own cache and attention layers, which the "static" lowering needs; see docs/devices.md.
@@ -28,7 +31,7 @@ def check_cuda(facts: MachineFacts) -> Iterator[Finding]:
             sentence = f"ONNX Runtime {runtime.version} is a build without CUDA, and this machine has an {gpu.name}."
             yield _broken_cuda(sentence, _wheel_with_cuda(facts))
         else:
-            yield Finding("CUDA", "note", f"ONNX Runtime {runtime.version} is a build without CUDA.", hinders=("cuda",))
+            yield Finding("CUDA", "note", f"ONNX Runtime {runtime.version} is a build without CUDA.", hinders=_CUDA_DEVICES)
         return
     trouble = facts.trials.get(CUDA, "it was not tried")
     if trouble is None and gpu is not None:
@@ -112,30 +115,46 @@ def check_tensorrt(facts: MachineFacts) -> Iterator[Finding]:
     else:
         lowering = "static" if _version(package) >= _STATIC_TENSORRT else "primitive"
         yield Finding("TensorRT", "works", f"TensorRT {package} is installed: it takes the {lowering} lowering.")
-    yield from _check_tensorrt_provider(facts, package, found)
 
 
-def _check_tensorrt_provider(facts: MachineFacts, package: str | None, found: dict[str, str]) -> Iterator[Finding]:
-    if TENSORRT not in facts.trials:
+def check_tensorrt_provider(facts: MachineFacts) -> Iterator[Finding]:
+    """Yields whether ONNX Runtime's TensorRT provider runs, and if not, which TensorRT it lacks."""
+    runtime = facts.onnxruntime
+    if runtime is None or CUDA not in runtime.providers:
+        return  # that is what has to be said
+    if TENSORRT not in runtime.providers:
+        sentence = f"ONNX Runtime {runtime.version} is a build without the TensorRT provider (device='ort-tensorrt')."
+        yield Finding("TensorRT provider", "note", sentence, hinders=_PROVIDER)
         return
-    trouble = facts.trials[TENSORRT]
+    trouble = facts.trials.get(TENSORRT, "it was not tried")
+    major = runtime.tensorrt_major
     if trouble is None:
-        yield Finding("TensorRT provider", "works", "ONNX Runtime's TensorRT provider runs.")
-    elif "libnvinfer.so.10" not in found:
-        has = f"TensorRT {package}" if package else ", ".join(found)
+        yield Finding("TensorRT provider", "works", f"ONNX Runtime's provider runs TensorRT {_loaded(facts, major)}.")
+    elif major is not None and f"libnvinfer.so.{major}" not in facts.libraries:
+        found = {name for name in facts.packages if name.startswith("tensorrt")} - _COMPILE_ANYWHERE
+        installed = {name: facts.packages[name] for name in sorted(found)}
+        libraries = {name: version for name, version in facts.libraries.items() if name.startswith("libnvinfer")}
+        there = f"{_listed(installed, libraries)}, which cannot serve it" if installed or libraries else "no TensorRT"
+        cuda = runtime.cuda_version or (12, 0)
         yield Finding(
             "TensorRT provider",
             "note",
-            f"ONNX Runtime's TensorRT provider links libnvinfer.so.10, and there is {has}, which cannot serve it; "
-            "device='tensorrt' does not need it.",
-            'pip install "tensorrt==10.*"',
+            f"ONNX Runtime {runtime.version}'s provider (device='ort-tensorrt') is linked with TensorRT {major}, and there is "
+            f"{there}; device='tensorrt' does not need it.",
+            install_command(major, f"{cuda[0]}.{cuda[1]}"),
+            _PROVIDER,
         )
     else:
-        yield Finding("TensorRT provider", "note", f"ONNX Runtime's TensorRT provider does not run: {trouble}.")
+        sentence = f"ONNX Runtime's TensorRT provider (device='ort-tensorrt') does not run: {trouble}."
+        yield Finding("TensorRT provider", "note", sentence, hinders=_PROVIDER)
+
+
+def _loaded(facts: MachineFacts, major: int | None) -> str:
+    return facts.libraries.get(f"libnvinfer.so.{major}") or str(major)
 
 
 def _broken_cuda(sentence: str, remedy: str = "") -> Finding:
-    return Finding("CUDA", "broken", sentence, remedy, ("cuda",))
+    return Finding("CUDA", "broken", sentence, remedy, _CUDA_DEVICES)
 
 
 def _driver_for(facts: MachineFacts) -> str:

@@ -15,12 +15,14 @@ class OnnxRuntimeFacts:
         package: The wheel it was built as, "onnxruntime-gpu" for instance; empty where it does not say.
         cuda_version: The CUDA it was built with, (13, 0) for instance; None for a CPU build.
         providers: What it lists, which is what it was compiled with, working or not.
+        tensorrt_major: The major version of TensorRT that its provider is linked with; None without that provider.
     """
 
     version: str
     package: str
     cuda_version: tuple[int, int] | None
     providers: tuple[str, ...]
+    tensorrt_major: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Finding:
         state: "works", "broken", or "note" for what hinders nothing.
         sentence: What was found.
         remedy: A command that mends it, where there is one.
-        hinders: The devices that cannot be used because of it: "cpu", "cuda", "tensorrt"; "bundle" for the bundle.
+        hinders: The devices that cannot be used because of it: "cpu", "cuda", "tensorrt", "ort-tensorrt"; "bundle" for the
+            bundle.
     """
 
     subject: str

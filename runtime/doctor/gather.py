@@ -74,7 +74,9 @@ def bundle_facts(folder: Path) -> BundleFacts:
         return BundleFacts(str(folder), str(error))
     specs = {"target": bundle.target, "draft": bundle.draft}
     summary = "; ".join(
-        f"{role} {spec.source}, {spec.precision}, {spec.lowering} lowering" for role, spec in specs.items() if spec is not None
+        f"{role} {spec.source}, {spec.precision}, {' and '.join(form.lowering for form in spec.forms)} lowering"
+        for role, spec in specs.items()
+        if spec is not None
     )
     length = promised_length(None, bundle.target.context_length)
     return BundleFacts(str(folder), None, summary, MemoryBudget.of(bundle.target, bundle.draft, length).peak)
@@ -103,7 +105,10 @@ def _onnxruntime() -> tuple[OnnxRuntimeFacts | None, str | None]:
         return None, str(error)
     cuda = [int(part) for part in answer["cuda_version"].split(".")[:2] if part.isdigit()]
     version = (cuda[0], cuda[1] if len(cuda) > 1 else 0) if cuda else None
-    return OnnxRuntimeFacts(answer["version"], answer["package"], version, tuple(answer["providers"])), None
+    facts = OnnxRuntimeFacts(
+        answer["version"], answer["package"], version, tuple(answer["providers"]), answer["tensorrt_major"]
+    )
+    return facts, None
 
 
 def _trial(provider: str) -> str | None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.cuda_driver import free_device_memory, probe_cuda_driver
-from runtime.errors import first_line
+from runtime.errors import SpecError, first_line
+from runtime.ort.tensorrt_library import library_path, load_tensorrt, needed_major
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 120  # the first use of CUDA on a small device can take a minute
@@ -37,24 +38,26 @@ class ProbeError(Exception):
     """A question got no answer; the text says why, in one line."""
 
 
-def ask(question: str, *arguments: str) -> dict[str, Any]:
+def ask(question: str, *arguments: str, seconds: int | None = None) -> dict[str, Any]:
     """Asks one question in a process of its own.
 
     Args:
         question: A key of `QUESTIONS`.
         *arguments: The question's own.
+        seconds: How long to wait for the answer; None for what a question of the machine may take.
 
     Raises:
         ProbeError: It raised, was killed, or took too long.
     """
+    seconds = seconds or _SECONDS
     command = [sys.executable, "-m", __name__, question, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise ProbeError(f"it did not answer within {_SECONDS} seconds") from error
+        raise ProbeError(f"it did not answer within {seconds} seconds") from error
     if done.returncode < 0:
         raise ProbeError(f"the process died of {_signal_name(-done.returncode)}")
     try:
@@ -77,6 +80,7 @@ def onnxruntime_facts() -> dict[str, Any]:
         "package": getattr(onnxruntime, "package_name", ""),
         "cuda_version": getattr(onnxruntime, "cuda_version", ""),
         "providers": onnxruntime.get_available_providers(),
+        "tensorrt_major": needed_major(),
     }
 
 
@@ -88,6 +92,8 @@ def provider_trial(provider: str) -> dict[str, Any]:
 
     if provider != "CPUExecutionProvider" and hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()
+    if provider == "TensorrtExecutionProvider":
+        load_tensorrt()
     try_provider(provider)
     return {}
 
@@ -103,7 +109,7 @@ def library_versions() -> dict[str, Any]:
     found = {}
     for name in _LIBRARIES:
         try:
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(library_path(name))
         except OSError:
             continue
         found[name] = _library_version(library, name.partition(".")[0])
@@ -116,11 +122,22 @@ def driver_facts() -> dict[str, Any]:
     return {**dataclasses.asdict(driver), "free": free_device_memory(0) if driver.gpus else None}
 
 
+def bundle_trial(folder: str, device: str) -> dict[str, Any]:
+    """Loads a bundle on a device, as every script does, and lets each model compute; raises SpecError where it does not."""
+    from runtime.generator import Generator
+    from runtime.manifest import read_manifest
+
+    drafter = "lookup" if read_manifest(Path(folder)).draft is None else "model"  # "auto" would measure what passes cost
+    Generator.from_bundle(folder, device=device, drafter=drafter, verify_files=False)
+    return {}
+
+
 QUESTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "onnxruntime": onnxruntime_facts,
     "provider": provider_trial,
     "libraries": library_versions,
     "driver": driver_facts,
+    "bundle": bundle_trial,
 }
 
 
@@ -158,7 +175,7 @@ def _main(question: str, *arguments: str) -> None:
     try:
         answer = QUESTIONS[question](*arguments)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-        answer = {"error": first_line(error)}
+        answer = {"error": str(error) if isinstance(error, SpecError) else first_line(error)}
     print("\n" + json.dumps(answer), flush=True)
     os._exit(0)  # libraries' own clean-up may crash, and there is nothing to clean up
 

@@ -19,6 +19,7 @@ _LONG_MATCH = 6
 # By the draft's own probability for its most probable token; acceptance rates relative to the model's in all.
 _CONFIDENCE_BOUNDS = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
 _CONFIDENCE_FACTORS = (0.35, 0.55, 0.75, 0.95, 1.1, 1.25, 1.35)
+_NEGLIGIBLE = 12.0  # e^-12 of the largest's probability
 _ANY = "any"  # the model before it is asked, so of whatever confidence
 _WINDOW = 8  # tokens a model reads that comes back after it was dropped
 
@@ -76,8 +77,12 @@ class AdaptiveDrafter:
         return 0.0 if self._model is None else self._model.seconds
 
     def expect_end(self, length: int) -> None:
-        """Keeps it: a draft reads the prompt only where the text to come can bring that in."""
+        """Keeps it: a draft reads the prompt only where the text to come can bring that in.
+
+        A text begins or goes on: a round that was cancelled behind its proposal was never judged, and is forgotten.
+        """
         self._expected_end = length
+        self._kinds, self._spent = [], 0.0
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Proposes what is worth it; see the class."""
@@ -141,7 +146,7 @@ class AdaptiveDrafter:
             return None
         self._model_has_read = True
         self._spent += reading + seconds
-        kind = _confidence_kind(logits[0])
+        kind = _confidence_kind(logits[0], model.last_total)
         if not policy.worth(len(block), self._spent, reach, self._model_rates.rate(kind), seconds, num_tokens, drafted=1):
             return None
         drafted = model.choose(logits, sequence, block)
@@ -170,7 +175,15 @@ def _match_kind(size: int) -> int:
     return min(size, _LONG_MATCH)
 
 
-def _confidence_kind(logits: NDArray[np.float32]) -> int:
-    """Returns the class of the model's own probability for its most probable token."""
-    confidence = 1 / float(np.exp(logits - logits.max()).sum())
-    return int(np.searchsorted(_CONFIDENCE_BOUNDS, confidence))
+def _confidence_kind(logits: NDArray[np.float32], total: float | None = None) -> int:
+    """Returns the class of the model's own probability for its most probable token.
+
+    Args:
+        logits: float32 [vocab_size].
+        total: The sum of exp(logit - largest), where the logits are not all there to be summed.
+    """
+    if total is None:
+        largest = logits.max()
+        # What lies further below adds next to nothing, and most of a vocabulary does: several times cheaper than all of it.
+        total = float(np.exp(logits[logits > largest - _NEGLIGIBLE] - largest).sum())
+    return int(np.searchsorted(_CONFIDENCE_BOUNDS, 1 / total))

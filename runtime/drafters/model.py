@@ -47,6 +47,7 @@ class ModelDrafter:
         self._rule = rule
         self._target_vocab_size = target_vocab_size
         self._end_token_ids = end_token_ids
+        self._chooses_largest = rule.num_top == 1 and not rule.depends_on_rounds
         # Behind a gap the cache holds the text from `_gap_end` on, where `_gap_start` tokens stand before it.
         self._gap_start = self._gap_end = 0
 
@@ -60,11 +61,18 @@ class ModelDrafter:
         """Time spent in them."""
         return self._decoder.seconds
 
+    @property
+    def last_total(self) -> float | None:
+        """See Decoder."""
+        return self._decoder.last_total
+
     def expect_end(self, length: int) -> None:
         """Has nothing to plan."""
 
     def propose(self, sequence: Sequence[int], num_tokens: int) -> Proposal:
         """Chooses tokens one by one, each fed back, until `next_token` has none or one ends the text."""
+        if self._chooses_largest and isinstance(self._decoder, Decoder) and self._decoder.can_chain:
+            return Proposal(tuple(self._chain(self._decoder, sequence, num_tokens)))
         tokens: list[int] = []
         rows: list[NDArray[np.float32] | None] = []
         while len(tokens) < num_tokens and (drafted := self.next_token(sequence, tokens)) is not None:
@@ -124,6 +132,16 @@ class ModelDrafter:
             self._gap_start = self._gap_end = 0
         else:
             self._decoder.rewind_to(length - (self._gap_end - self._gap_start))
+
+    def _chain(self, decoder: Decoder, sequence: Sequence[int], num_tokens: int) -> list[int]:
+        """Chooses as `propose`, all on the device; what is chosen behind a token that ends the text is dropped."""
+        unread = sequence[self._read() :]
+        num_tokens = min(num_tokens, decoder.room() - len(unread) + 1)
+        if num_tokens < 1 or not decoder.takes(unread):
+            return []
+        tokens = decoder.chain(unread, num_tokens)
+        end = next((place for place, token in enumerate(tokens, start=1) if token in self._end_token_ids), num_tokens)
+        return tokens[:end]
 
     def _read(self) -> int:
         """Returns how far into the text the model has read, a gap counted as if it had."""

@@ -12,10 +12,14 @@ import onnxruntime as ort
 from runtime.checks import is_whole
 from runtime.contract import DecoderSpec
 from runtime.errors import BundleError, DeviceError, first_line
+from runtime.plan import processor
 
 from .contexts import InPlaceContext
 from .growing_context import GrowingContext
+from .interface import check_interface
 
+# The forms of a graph, fastest first.
+LOWERINGS = ("gqa", "growing", "gqa-half", "static", "primitive")
 _THREADS_PER_CORE = 8  # more only wait for each other
 
 
@@ -51,7 +55,13 @@ class OrtBackend:
 
     def load(self, spec: DecoderSpec, folder: Path) -> "OrtModel":
         """Makes the session of a decoder; see Backend.load."""
+        spec = spec.best_form(LOWERINGS)
         path = folder / spec.graph[0].path
+        if spec.cache_dtype == "bfloat16":
+            raise DeviceError(
+                f"{path} computes in bfloat16, for which ONNX Runtime has no kernels on the CPU: pass device='cuda' or "
+                "'tensorrt' (--device), or export the model in another precision."
+            )
         try:
             session = self._create_session(path)
         except Exception as error:  # ONNX Runtime raises many classes, none of them public
@@ -66,7 +76,7 @@ class OrtBackend:
 
     def _create_session(self, path: Path) -> ort.InferenceSession:
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what fails is raised, and told in a sentence
         if self._shared:
             options.use_per_session_threads = False
         else:
@@ -110,6 +120,11 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def cpu_kernels() -> str:
+    """Returns what the CPU's kernels, and so the bits of what they compute, depend on."""
+    return f"{processor()}, ONNX Runtime {ort.__version__}"
+
+
 def create_process_pool(threads: int) -> bool:
     """Makes ONNX Runtime's process-wide pool; False when the process has one already, of a size that cannot be told."""
     try:
@@ -119,38 +134,3 @@ def create_process_pool(threads: int) -> bool:
             raise DeviceError(f"ONNX Runtime could not make a shared thread pool: {first_line(error)}") from error
         return False
     return True
-
-
-def check_interface(session: ort.InferenceSession, spec: DecoderSpec, path: Path) -> None:
-    """Refuses a graph whose inputs, outputs or widths are not those of the manifest."""
-    names = spec.names
-    pairs = list(names.cache_pairs(spec.num_layers))
-    expected_inputs = names.inputs(spec.num_layers)
-    expected_outputs = {names.logits, *(present for _, present in pairs)}
-    for kind, expected, found in (
-        ("inputs", expected_inputs, {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}),
-        ("outputs", expected_outputs, {value.name for value in session.get_outputs()}),
-    ):
-        if expected != found:
-            odd = ", ".join(sorted(expected ^ found)[:4])
-            raise BundleError(f"{path} does not have the {kind} its manifest names (differing: {odd}): export it again.")
-    shapes = {value.name: value.shape for value in (*session.get_inputs(), *session.get_outputs())}
-    width = shapes[names.logits][2]
-    if isinstance(width, int) and width != spec.vocab_size:
-        raise BundleError(f"{path} gives {width} logits a row and its manifest says {spec.vocab_size}: export it again.")
-    found_type = next(value.type for value in session.get_inputs() if value.name == pairs[0][0])
-    expected_type = {"float32": "tensor(float)", "float16": "tensor(float16)"}[spec.cache_dtype]
-    if found_type != expected_type:
-        raise BundleError(f"{path} has caches of {found_type} and its manifest says {spec.cache_dtype}: export it again.")
-    # Widths that the graph leaves open are no numbers.
-    _, heads, slots, head_size = (width if isinstance(width, int) else None for width in shapes[pairs[0][0]])
-    if heads not in (None, spec.num_key_value_heads) or head_size not in (None, spec.head_size):
-        raise BundleError(
-            f"{path} has caches of {heads} heads of {head_size}, its manifest says {spec.num_key_value_heads} of "
-            f"{spec.head_size}: export it again."
-        )
-    if slots != spec.cache_capacity:
-        raise BundleError(
-            f"{path} has caches of {slots or 'any number of'} slots, its manifest says {spec.cache_capacity or 'any number'}: "
-            "export it again."
-        )

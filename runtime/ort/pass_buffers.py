@@ -31,7 +31,7 @@ class PassBuffers:
         self._token_ids = np.zeros(max_rows, np.int64)
         self._attention_mask = np.ones(capacity, np.int64)
         self._past_length = np.zeros(1, np.int64)
-        self._positions = np.arange(capacity, dtype=np.int64)
+        self._positions = np.arange(max(capacity, max_rows), dtype=np.int64)
         self._is_cached = np.zeros(1, np.bool_)
         self._kept_rows = np.zeros(1, np.int64)
         self._logits = np.empty((max_rows, spec.vocab_size), logits_type(session, spec.names.logits))
@@ -86,5 +86,8 @@ class PassBuffers:
             kept = max(1, num_rows)  # 0 would mean all of them
             self._kept_rows[0] = kept
             self.bind_input(names.num_logits_to_keep, self._kept_rows, ())
+        elif names.logits_rows is not None:
+            kept = max(1, num_rows)
+            self.bind_input(names.logits_rows, self._positions[rows - kept :], (kept,))
         self.bind_output(names.logits, self._logits, (1, kept, self._logits.shape[1]))
         return kept

@@ -10,9 +10,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from runtime import onnx_bytes as onnx
 from runtime.errors import DeviceError, first_line
 
-_FLOAT, _OPSET, _IR_VERSION = 1, 17, 8
 _NO_KERNELS = ("no kernel image", "cudaErrorNoKernelImageForDevice")
 
 
@@ -55,25 +55,11 @@ def has_no_kernels(words: str) -> bool:
 
 
 def _tiny_graph() -> bytes:
-    """Returns an ONNX model, x to y, both float32 [2, 2]; field numbers are those of onnx.proto."""
-    nodes = _node("Add", b"x", b"x", b"sum") + _node("MatMul", b"sum", b"x", b"y")
-    graph = nodes + _field(2, b"tiny") + _field(11, _value(b"x")) + _field(12, _value(b"y"))
-    return _number(1, _IR_VERSION) + _field(7, graph) + _field(8, _number(2, _OPSET))
-
-
-def _node(operator: str, first: bytes, second: bytes, output: bytes) -> bytes:
-    return _field(1, _field(1, first) + _field(1, second) + _field(2, output) + _field(4, operator.encode()))
-
-
-def _value(name: bytes) -> bytes:
-    shape = _field(1, _number(1, 2)) * 2
-    return _field(1, name) + _field(2, _field(1, _number(1, _FLOAT) + _field(2, shape)))
-
-
-def _field(number: int, contents: bytes) -> bytes:
-    assert len(contents) < 1 << 7  # one byte of length is all this writes
-    return bytes([number << 3 | 2, len(contents)]) + contents
-
-
-def _number(number: int, value: int) -> bytes:
-    return bytes([number << 3, value])
+    """Returns an ONNX model, x to y, both float32 [2, 2]."""
+    return onnx.model(
+        "tiny",
+        onnx.graph_input("x", onnx.FLOAT, (2, 2)),
+        onnx.node("Add", ("x", "x"), ("sum",)),
+        onnx.node("MatMul", ("sum", "x"), ("y",)),
+        onnx.graph_output("y", onnx.FLOAT, (2, 2)),
+    )

@@ -307,6 +307,19 @@ def test_a_round_that_asks_for_nothing_counts_nothing() -> None:
     assert [drafter._model_rates.rate("any") > rates[0]] == [True]  # faded towards its prior, and nothing more
 
 
+def test_a_proposal_that_a_cancelled_round_left_is_not_judged_by_the_next() -> None:
+    """The text goes on with room for one token, so with a round that proposes nothing."""
+    session, cancel, booked = with_costs(generator_of(), FREE).session(), threading.Event(), []
+    cancel.set()  # found by the target's pass: a proposal of looked-up tokens needs none of the draft's
+    read(session, session.stream(PROMPTS[3], SamplingParams(max_new_tokens=5), drafter="auto", cancel=cancel))
+    drafter = session._current._drafter
+    assert drafter._kinds
+    drafter._policy.count_round = lambda proposed, spent, new_tokens: booked.append((proposed, spent, new_tokens))
+    _, result = read(session, session.resume(1))
+    assert (len(result.token_ids), booked) == (1, [(0, 0.0, 1)])
+    assert drafter._model_rates._counts == drafter._lookup_rates._counts == {}
+
+
 def test_only_tokens_that_were_judged_are_counted() -> None:
     drafter, _ = drafter_on(FakeModel(seed=3, sharpness=30.0), DEAR_ROWS)
     for accepted, tried in ((2, 3), (0, 1), (4, 4)):

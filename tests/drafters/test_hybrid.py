@@ -17,7 +17,8 @@ from runtime.generator import Generator
 from runtime.pass_costs import PassCosts
 from runtime.sampling import Logits, Sampler
 from runtime.sampling_params import SamplingParams
-from tests.fakes import FakeModel, fake_generator, greedy_text, plain_lookup
+from tests.fakes import FakeModel, fake_generator, greedy_text
+from tests.plain_decoding import plain_lookup
 from tests.test_acceptance import SMALL_RULES, Text, World, check_law, pieces
 from tests.test_generation import chi_square_p, joint_law
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from runtime.acceptance import Proposal
 from runtime.drafters import LookupDrafter, NoDrafter
 from runtime.drafters.lookup import LONGEST, SHORTEST, NgramIndex
-from tests.fakes import plain_lookup
+from tests.plain_decoding import plain_lookup
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,7 +10,7 @@ def export_decoder(folder: Path, name: str, source: str, lowering: str, precisio
     import onnx_ir as ir
 
     from export.base_graph import build_base_graph
-    from export.lowerings import computes_in_half_precision, graph_names, lower
+    from export.lowerings import compute_type, graph_names, lower
     from export.source import resolve_source
 
     resolved = resolve_source(source)
@@ -30,7 +30,7 @@ def export_decoder(folder: Path, name: str, source: str, lowering: str, precisio
         head_size=geometry.head_size,
         vocab_size=int(model.graph.outputs[0].shape[2]),
         context_length=context_length,
-        cache_dtype="float16" if computes_in_half_precision(lowering, precision) else "float32",
+        cache_dtype=compute_type(lowering, precision).numpy().name,
         spare_slots=geometry.spare_slots,
         min_rows=1,
         cache_capacity=geometry.cache_capacity,

@@ -61,8 +61,8 @@ def write_engine(path: Path, graph: Path, profiles: tuple[Profile, ...]) -> None
 def fake_module(cudart: FakeCudart, version: str = "10.16.1.11") -> SimpleNamespace:
     """Returns what stands for the module `tensorrt`.
 
-    On it, `passes` tells (profile, rows) of every pass that was computed, and `rounding` is what a profile's number times that
-    adds to the keys, values and logits of each row it computes.
+    On it, `passes` tells (profile, rows) of every pass that was computed, `logits_rows` how many of each got logits, and
+    `rounding` is what a profile's number times that adds to the keys, values and logits of each row it computes.
     """
 
     class ILogger:
@@ -92,6 +92,7 @@ def fake_module(cudart: FakeCudart, version: str = "10.16.1.11") -> SimpleNamesp
         CudaGraphStrategy=CudaGraphStrategy,
         float32=np.dtype(np.float32),
         passes=[],
+        logits_rows=[],
         rounding=0.0,
     )
     return module
@@ -178,14 +179,18 @@ class FakeExecutionContext:
             size = int(np.prod(shape)) * dtype.itemsize
             feeds[name] = engine.cudart.device_bytes(addresses[name], size).view(dtype).reshape(shape).copy()
         assert self._profile is not None
-        begin, rows = int(feeds["past_length"][0]), feeds["input_ids"].shape[1]
         names = list(engine.outputs)
-        for name, values in zip(names, engine.session.run(names, feeds), strict=True):
-            computed = values if name == "logits" else values[:, :, begin : begin + rows]
-            computed += self._profile * engine.module.rounding
+        outputs = dict(zip(names, engine.session.run(names, feeds), strict=True))
+        if "past_length" in feeds:
+            begin, rows = int(feeds["past_length"][0]), feeds["input_ids"].shape[1]
+            for name, values in outputs.items():
+                computed = values if name == "logits" else values[:, :, begin : begin + rows]
+                computed += self._profile * engine.module.rounding
+            engine.module.passes.append((self._profile, rows))
+            engine.module.logits_rows.append(shapes.get("logits_rows", (rows,))[0])
+        for name, values in outputs.items():
             contents = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
             engine.cudart.device_bytes(addresses[name], contents.size)[:] = contents
-        engine.module.passes.append((self._profile, rows))
 
     def _refuse(self, message: str) -> bool:
         self._engine.log(message)

@@ -43,7 +43,7 @@ def reference(bundle: Bundle) -> np.ndarray:
     """All logits of TEXT, by ONNX Runtime in one pass."""
     session = ort.InferenceSession(bundle.folder / bundle.target.graph[0].path, providers=["CPUExecutionProvider"])
     caches = {value.name: np.zeros(value.shape, np.float32) for value in session.get_inputs() if "past_key" in value.name}
-    feeds = {"input_ids": np.array([TEXT]), "past_length": np.zeros(1, np.int64), **caches}
+    feeds = {"input_ids": np.array([TEXT]), "past_length": np.zeros(1, np.int64), "logits_rows": np.arange(CONTEXT), **caches}
     return session.run(["logits"], feeds)[0][0]
 
 
@@ -125,6 +125,26 @@ def test_steps_and_verifications_are_the_same_step(model: TensorRTModel) -> None
     assert passes()[2:] == [(0, 4)] * (4 + 2 + 4)
 
 
+def test_only_rows_of_steps_reach_the_head(model: TensorRTModel) -> None:
+    made = decoder(model)
+    made.forward(TEXT[:16], 1)
+    made.forward(TEXT[16:18], 1)
+    assert passes() == [(1, 12), (0, 4), (0, 4)]
+    assert sys.modules["tensorrt"].logits_rows == [1, 4, 4]
+
+
+def test_a_graph_that_gives_logits_for_all_rows_is_taken_too(
+    cudart: FakeCudart, tmp_path: Path, bundle: Bundle, reference: np.ndarray
+) -> None:
+    spec = write_decoder(tmp_path, "target", build_tiny_graph(chooses_rows=False))
+    other = replace(bundle, folder=tmp_path, target=spec)
+    write_target_engine(other)
+    made = decoder(load(other))
+    np.testing.assert_allclose(made.forward(TEXT[:16], 1)[0], reference[15], atol=1e-4)
+    np.testing.assert_allclose(made.forward(TEXT[16:19], 3), reference[16:19], atol=1e-4)
+    assert sys.modules["tensorrt"].logits_rows == [12, 4, 4]
+
+
 def test_every_row_that_is_wanted_has_the_same_bits_however_the_text_is_cut(model: TensorRTModel) -> None:
     sys.modules["tensorrt"].rounding = 0.1
     cuts = ([1] * 30, [4] * 7 + [2], [16, 14], [15, 15], [9, 1, 5, 2, 13], [3, 1, 2, 2, 4, 11, 7])
@@ -151,6 +171,9 @@ def test_a_pass_that_is_no_multiple_has_its_odd_rows_in_front(model: TensorRTMod
     found = model.open_context(CAPACITY, CONTEXT).run(np.array(TEXT[:11]), 0, 11)
     assert passes() == [(1, 3), (0, 4), (0, 4)]
     np.testing.assert_allclose(found, reference[:11], atol=1e-4)
+    # Of the odd rows, some may be wanted and others not.
+    found = model.open_context(CAPACITY, CONTEXT).run(np.array(TEXT[:11]), 0, 10)
+    np.testing.assert_allclose(found, reference[1:11], atol=1e-4)
 
 
 def test_a_pass_over_the_whole_context_has_its_padding_behind_it(
@@ -290,7 +313,7 @@ def test_everything_is_given_back(bundle: Bundle, cudart: FakeCudart) -> None:
     made.forward(TEXT[4:8], 4)
     logits = made.forward(TEXT[8:12], 4)
     before = logits.copy()
-    assert len(cudart._blocks) == 2 * LAYERS + 3
+    assert len(cudart._blocks) == 2 * LAYERS + 4
     del made
     assert not cudart._blocks
     assert not cudart._streams
@@ -369,7 +392,10 @@ def test_a_lowering_it_cannot_build_is_refused_with_the_export_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", fake_module(cudart, version))
     best = "primitive" if version == "10.3.0" else "static"
-    with pytest.raises(BundleError, match=rf"export\.py --target some/target --lowering {best} --out NEW_BUNDLE"):
+    remedy = rf"export\.py --add-lowering {best} --out "
+    if lowering == "growing":
+        remedy = f"export its checkpoint, with --lowering {best}"
+    with pytest.raises(BundleError, match=remedy):
         TensorRTBackend("tensorrt").load(with_lowering(bundle, lowering).target, bundle.folder)
 
 

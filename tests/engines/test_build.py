@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.build import BuildOptions, build_engine, call_interruptibly
-from engines.bundle import build_bundle_engines
+from engines.build import BuildOptions, build_engine, build_top_engine, call_interruptibly
+from engines.bundle import TOP_COUNTS, build_bundle_engines
 from engines.profiles import plan_profiles
 from engines.sidecar import EngineRecord, engine_path, engines_folder
 from engines.trt_module import TensorRTModule
@@ -91,7 +91,8 @@ def test_a_bundles_engines_fit_their_records_and_nothing_else_is_left(bundle: Bu
         assert record.fixed_rows == (4 if spec is bundle.target else 2)
         assert record.peak_memory > 50e6
         assert record.flags == {"strongly_typed": True, "tf32": False, "workspace_bytes": None}
-    assert sum(path.is_file() for path in folder.rglob("*")) == 4
+        assert list(record.top) == ["8"]  # of 48 logits, the 71 largest are all of them
+    assert sum(path.is_file() for path in folder.rglob("*")) == 6
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
@@ -109,6 +110,21 @@ def test_two_builds_differ_at_most_in_the_order_of_their_outputs(bundle: Bundle)
     assert len(first) == len(second)
     assert np.array_equal(np.bincount(first), np.bincount(second))
     assert np.count_nonzero(first != second) < len(first) // 100
+
+
+@pytest.mark.parametrize("count", TOP_COUNTS)
+@pytest.mark.parametrize(("vocab_size", "fixed_rows"), [(49152, 1), (151936, 8), (262144, 16)])
+def test_what_finds_the_largest_logits_is_built_for_any_vocabulary(
+    bundle: Bundle, vocab_size: int, fixed_rows: int, count: int
+) -> None:
+    spec = replace(bundle.target, vocab_size=vocab_size)
+    plans = [build_top_engine(RTX, spec, fixed_rows, count, AMPERE, BuildOptions()) for _ in range(2)]
+    assert 100_000 < len(plans[0]) == len(plans[1]) < 4_000_000
+
+
+def test_what_finds_more_logits_than_there_are_is_refused_in_tensorrts_words(bundle: Bundle) -> None:
+    with pytest.raises(DeviceError, match=r"could not build what finds the 71 largest of 48 logits: \S+"):
+        build_top_engine(RTX, bundle.target, 4, 71, AMPERE, BuildOptions())
 
 
 def test_progress_grows_to_the_end(bundle: Bundle) -> None:
@@ -193,7 +209,8 @@ def test_a_timing_cache_is_refused_where_nothing_is_timed(bundle: Bundle, tmp_pa
 
 def test_another_lowering_is_refused_before_anything_is_written(bundle: Bundle, tmp_path: Path) -> None:
     other = replace(with_lowering(bundle, "gqa"), folder=tmp_path)
-    with pytest.raises(BundleError, match=r"has the lowering .gqa., and TensorRT-RTX .* takes static or primitive: export it"):
+    sentence = r"has the lowering .gqa., and TensorRT-RTX .* takes static or primitive: add that form"
+    with pytest.raises(BundleError, match=sentence):
         build_all(other)
     assert not list(tmp_path.iterdir())
 

@@ -42,7 +42,8 @@ def test_an_engine_computes_what_onnx_runtime_does(module: str, tmp_path: Path) 
     text = np.random.default_rng(0).integers(0, VOCAB, CONTEXT).tolist()
     session = ort.InferenceSession(bundle.folder / bundle.target.graph[0].path, providers=["CPUExecutionProvider"])
     caches = {value.name: np.zeros(value.shape, np.float16) for value in session.get_inputs() if "past_key" in value.name}
-    expected = session.run(["logits"], {"input_ids": np.array([text]), "past_length": np.zeros(1, np.int64), **caches})[0][0]
+    feeds = {"input_ids": np.array([text]), "past_length": np.zeros(1, np.int64), "logits_rows": np.arange(CONTEXT), **caches}
+    expected = session.run(["logits"], feeds)[0][0]
     model = backend.load(bundle.target, bundle.folder)
     texts = []
     for cut in ([1] * 28, [16] + [4] * 3, [16, 12], [7, 9, 3, 1, 2, 2, 4]):
@@ -53,3 +54,12 @@ def test_an_engine_computes_what_onnx_runtime_does(module: str, tmp_path: Path) 
         assert np.array_equal(texts[0], other)
     fork = decoder.fork()
     assert np.array_equal(fork.forward(text[28:32], 4), decoder.forward(text[28:32], 4))
+    top, whole = (Decoder(model, CONTEXT, num_rows=16) for _ in range(2))
+    top.begin(text, None, 1)
+    assert top.can_chain
+    for begin, end in ((0, 16), (16, 20), (20, 21)):
+        brought, computed = (each.forward(text[begin:end], min(4, end - begin)) for each in (top, whole))
+        assert np.array_equal(brought.argmax(axis=1), computed.argmax(axis=1))
+        assert np.array_equal(brought.max(axis=1), computed.max(axis=1))
+    chosen = top.chain(text[21:22], 4)
+    assert chosen == [int(whole.forward([token], 1)[0].argmax()) for token in (text[21], *chosen[:-1])]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.profiles import Profile, choose_profile, cut_pass, in_steps, input_shapes, plan_profiles, slots_needed
+from engines.profiles import Profile, choose_profile, input_shapes, plan_profiles, slots_needed
+from runtime.steps import cut_pass, in_steps
 
 from .tiny_graph import CAPACITY, HEAD_SIZE, KEY_VALUE_HEADS, LAYERS, build_tiny_graph, write_decoder
 
@@ -72,9 +73,10 @@ def test_a_decoder_in_steps_is_padded_to_them_and_needs_slots_for_that(tmp_path:
 
 def test_every_input_of_the_graph_has_a_shape(tmp_path: Path) -> None:
     model = build_tiny_graph()
-    shapes = input_shapes(write_decoder(tmp_path, "target", model), 5)
+    shapes = input_shapes(write_decoder(tmp_path, "target", model), 5, 3)
     assert set(shapes) == {value.name for value in model.graph.input}
     assert shapes["input_ids"] == (1, 5)
     assert shapes["past_length"] == (1,)
+    assert shapes["logits_rows"] == (3,)
     caches = [shape for name, shape in shapes.items() if "past_key" in name]
     assert caches == [(1, KEY_VALUE_HEADS, CAPACITY, HEAD_SIZE)] * 2 * LAYERS

@@ -12,7 +12,7 @@ from runtime.manifest import save_bundle
 
 LAYERS, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, HIDDEN, VOCAB = 2, 4, 2, 16, 32, 48
 CONTEXT, CAPACITY = 48, 64
-NAMES = GraphNames(attention_mask=None, past_length="past_length")
+NAMES = GraphNames(attention_mask=None, past_length="past_length", logits_rows="logits_rows")
 
 
 class _Tape:
@@ -51,6 +51,7 @@ def build_tiny_graph(
     vocab: int = VOCAB,
     extra_operator: str | None = None,
     shapes_from_past: bool = False,
+    chooses_rows: bool = True,
 ) -> onnx.ModelProto:
     """Returns the graph.
 
@@ -61,6 +62,7 @@ def build_tiny_graph(
         vocab: Width of the logits.
         extra_operator: One more node at the end, of an operator that TensorRT refuses.
         shapes_from_past: Add an output whose shape depends on the value of past_length.
+        chooses_rows: Whether an input says which rows get logits, as the exporter has it wherever it can.
     """
     tape = _Tape(seed, dtype)
     element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
@@ -88,9 +90,11 @@ def build_tiny_graph(
         attended = tape.op("Transpose", [tape.op("Attention", inputs)], perm=[0, 2, 1, 3])
         joined = tape.op("Reshape", [attended, tape.ints(1, -1, HEADS * HEAD_SIZE)])
         state = tape.op("Add", [state, tape.op("MatMul", [joined, tape.weights(HEADS * HEAD_SIZE, HIDDEN)])])
-    logits = tape.op("MatMul", [state, tape.weights(HIDDEN, vocab)])
+    chosen = tape.op("Gather", [state, "logits_rows"], axis=1) if chooses_rows else state
+    logits = tape.op("MatMul", [chosen, tape.weights(HIDDEN, vocab)])
     tape.op("Cast", [logits], "logits", to=onnx.TensorProto.FLOAT)
-    outputs = [helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, [1, "rows", vocab])]
+    rows_of_logits = "logits_rows" if chooses_rows else "rows"
+    outputs = [helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, [1, rows_of_logits, vocab])]
     domains = [helper.make_opsetid("", 24)]
     if extra_operator == "NonZero":
         outputs.append(helper.make_tensor_value_info(tape.op("NonZero", ["input_ids"]), onnx.TensorProto.INT64, [2, "k"]))
@@ -105,6 +109,8 @@ def build_tiny_graph(
         helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, [1, "rows"]),
         helper.make_tensor_value_info("past_length", onnx.TensorProto.INT64, [1]),
     ]
+    if chooses_rows:
+        inputs.append(helper.make_tensor_value_info("logits_rows", onnx.TensorProto.INT64, ["logits_rows"]))
     for past, present in caches:
         shape = [1, KEY_VALUE_HEADS, capacity, HEAD_SIZE]
         inputs.append(helper.make_tensor_value_info(past, element, shape))
@@ -128,6 +134,7 @@ def write_decoder(folder: Path, name: str, model: onnx.ModelProto, dtype: type[n
     """Writes a graph into a bundle's folder and returns what its manifest says of it."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     onnx.save(model, folder / name / "model.onnx")
+    chooses_rows = any(value.name == "logits_rows" for value in model.graph.input)
     return DecoderSpec(
         source=f"some/{name}",
         architecture="llama",
@@ -142,11 +149,12 @@ def write_decoder(folder: Path, name: str, model: onnx.ModelProto, dtype: type[n
         cache_dtype=np.dtype(dtype).name,
         spare_slots=0,
         min_rows=1,
-        names=NAMES,
+        names=NAMES if chooses_rows else replace(NAMES, logits_rows=None),
         cache_capacity=CAPACITY,
     )
 
 
 def with_lowering(bundle: Bundle, lowering: str) -> Bundle:
-    """Returns a bundle whose target says it has another lowering."""
-    return replace(bundle, target=replace(bundle.target, lowering=lowering))
+    """Returns a bundle whose target says it has another lowering, and what a manifest says of such a one."""
+    changes = {} if lowering in ("static", "primitive") else {"names": GraphNames(), "cache_capacity": None}
+    return replace(bundle, target=replace(bundle.target, lowering=lowering, **changes))

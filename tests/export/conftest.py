@@ -13,8 +13,9 @@ import onnx
 import pytest
 from tokenizers import Tokenizer
 
-from export.decoders import PRECISIONS, Role, write_decoder
+from export.decoders import write_decoder
 from export.probe import probe_tokens
+from export.role import PRECISIONS, Role
 from export.source import Source, resolve_source
 from export.tokenizer import tokenizer_from_folder
 from runtime.contract import DecoderSpec

@@ -157,7 +157,8 @@ def outcomes(family: Family, checkpoint: Path, out: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for lowering in LOWERINGS:
         draft = None if TAKEN in found.values() else SELF
-        found[lowering] = _outcome(checkpoint, draft, out / lowering, max_length=family.max_length, lowering=lowering)
+        options = {"max_length": family.max_length, "lowering": lowering, "exporter": "mobius"}
+        found[lowering] = _outcome(checkpoint, draft, out / lowering, **options)
     if TAKEN not in found.values():
         options = {"max_length": family.max_length, "exporter": "optimum"}
         found["optimum"] = TAKEN if _outcome(checkpoint, SELF, out / "optimum", **options) == TAKEN else "no"

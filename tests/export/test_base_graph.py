@@ -134,7 +134,7 @@ def test_model_that_is_no_text_decoder_is_refused(tiny_draft: Path, copy_checkpo
 def test_missing_tensor_is_refused_by_name(tiny_draft: Path, copy_checkpoint: CopyCheckpoint, name: str):
     folder = copy_checkpoint(tiny_draft)
     without_tensor(folder, name)
-    with pytest.raises(ExportError, match=rf"has no weights for 1 tensors of its graph, {name}.* first"):
+    with pytest.raises(ExportError, match=rf"has no weights for 1 tensors of its graph, {name}.* first: complete the download"):
         build_base_graph(resolve_source(str(folder)))
 
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from export.blockwise_dequantize import insert_dequantized_weights
 from export.errors import ExportError
-from export.quantization import dequantize_blockwise, quantize_blockwise
+from export.quantization import dequantize_blockwise, quantize_blockwise, rounding
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -47,7 +47,8 @@ def tied_model() -> tuple[ir.Model, np.ndarray, np.ndarray]:
 def test_products_are_with_the_rounded_weights_and_lookups_with_the_plain(bits: int, block_size: int):
     model, embedding, projection = tied_model()
     done: list[tuple[int, int]] = []
-    insert_dequantized_weights(model.graph, bits, lambda *progress: done.append(progress), block_size=block_size)
+    quantizer = rounding(bits, block_size, positive_scales=True)
+    insert_dequantized_weights(model.graph, quantizer, lambda *progress: done.append(progress))
     assert done == [(1, 2), (2, 2)]
     assert "projection" not in model.graph.initializers
     assert [node.attributes.get_int("block_size") for node in model.graph if node.op_type == "DequantizeLinear"] == [
@@ -72,7 +73,7 @@ def test_scales_are_above_zero_whatever_the_weights(bits: int):
     weights[1] = np.abs(weights[1])
     weights[2] = -np.abs(weights[2])
     model = model_of([helper.make_node("MatMul", ["token_ids", "w"], ["result"])], {"w": np.ascontiguousarray(weights.T)})
-    insert_dequantized_weights(model.graph, bits, lambda *_: None)
+    insert_dequantized_weights(model.graph, rounding(bits, positive_scales=True), lambda *_: None)
     scales = model.graph.initializers["w.scales"].const_value.numpy()
     codes = model.graph.initializers["w.codes"].const_value.numpy().astype(np.float32)
     assert scales.shape == (4, 4)
@@ -100,10 +101,10 @@ def test_rounding_with_positive_scales_is_hardly_worse(bits: int):
 def test_matrix_that_blocks_do_not_divide_is_refused_by_name():
     model = model_of([helper.make_node("MatMul", ["token_ids", "odd"], ["result"])], {"odd": random_matrix(70, 8)})
     with pytest.raises(ExportError, match="The matrix 'odd' reads 70 channels, which blocks of 32 do not divide"):
-        insert_dequantized_weights(model.graph, 4, lambda *_: None)
+        insert_dequantized_weights(model.graph, rounding(4, positive_scales=True), lambda *_: None)
 
 
 def test_graph_without_matrices_is_refused():
     model = model_of([helper.make_node("Identity", ["token_ids"], ["result"])], {})
-    with pytest.raises(ExportError, match="no constant weight matrices to quantise to 8 bits"):
-        insert_dequantized_weights(model.graph, 8, lambda *_: None)
+    with pytest.raises(ExportError, match="no constant weight matrices to quantise"):
+        insert_dequantized_weights(model.graph, rounding(8, positive_scales=True), lambda *_: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,9 @@ import export.decoders
 import runtime.contract
 from export.bundle import export_bundle
 from export.errors import ExportError
-from export.row_equality import PassShape
 from runtime.contract import Bundle, DecoderSpec, FileRecord, GraphNames, TokenizerSpec
 from runtime.manifest import load_bundle
+from runtime.row_equality import PassShape
 
 CopyCheckpoint = Callable[..., Path]
 SCHEMA = json.loads((Path(runtime.contract.__file__).parent / "bundle.schema.json").read_text(encoding="utf-8"))
@@ -157,13 +158,14 @@ def test_report_tells_what_happens(tiny_draft: Path, tmp_path: Path):
     reports: list[tuple[str, int, int]] = []
     export_bundle(str(tiny_draft), None, tmp_path / "bundle", precision="int8", report=lambda *report: reports.append(report))
     titles = list(dict.fromkeys(title for title, _, _ in reports))
+    left = " (less than a minute left in all)"
     assert titles == [
         "reading the sources",
-        f"target (int8): building the graph from {tiny_draft}",
-        "target (int8): quantising the weights",
-        "target (int8): writing the weights",
-        f"comparing with {tiny_draft} in torch",
-        "target: measuring row equality",
+        f"step 1 of 5: target (int8): building the graph from {tiny_draft}",
+        f"step 2 of 5: target (int8): quantising the weights{left}",
+        f"step 3 of 5: target (int8): writing the weights{left}",
+        f"step 4 of 5: comparing with {tiny_draft} in torch{left}",
+        f"step 5 of 5: target (int8): measuring row equality{left}",
     ]
     for title in titles[2:4]:
         done = [(now, total) for name, now, total in reports if name == title]
@@ -182,8 +184,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"precision": "int3"}, "The target's precision 'int3' is unknown; there are fp32, fp16, int8, int4"),
-        ({"draft": "self", "draft_precision": "bf16"}, "The draft's precision 'bf16' is unknown"),
+        ({"precision": "int3"}, "The target's precision 'int3' is unknown; there are fp32, fp16, "),
+        ({"draft": "self", "draft_precision": "fp8"}, "The draft's precision 'fp8' is unknown"),
         ({"block_size": 48}, "The target's block size 48 is unknown; there are 32, 64, 128"),
         ({"lowering": "dense"}, "The lowering 'dense' is unknown"),
         ({"draft_vocab": 100}, "--draft-vocab cuts the vocabulary of a draft model, and there is none"),
@@ -245,8 +247,19 @@ def test_model_with_a_context_too_short_to_check_is_refused(
 @pytest.mark.usefixtures("no_work")
 def test_disk_that_is_too_small_is_refused(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - 800_000, 800_000))
-    with pytest.raises(ExportError, match=r"needs about 0.0 GB and 0.0 GB are free at .*: free some disk"):
+    with pytest.raises(ExportError, match=r"needs about 0.9 MB and 0.8 MB are free at .*: free some disk"):
         export_bundle(str(tiny_target), None, tmp_path / "bundle")  # 205,376 weights of 4 bytes
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_no_file_may_hold_are_told_of(tiny_target: Path, tmp_path: Path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(ExportError, match=r"target/model.onnx.data could not be written whole .*: the disk is full, or a"):
+            export_bundle(str(tiny_target), None, tmp_path / "bundle")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
 
 
@@ -344,7 +357,7 @@ FAILURES = [ExportError("the graph is wrong"), KeyboardInterrupt(), OSError(errn
     [
         (export.decoders, "check_parity"),
         (export.decoders, "measure_row_equality"),
-        (export.decoders, "_save_graph"),
+        (export.decoders, "save_graph"),
         (export.bundle, "save_bundle"),
     ],
 )
@@ -425,7 +438,7 @@ def test_graph_that_computes_something_else_is_not_written(tiny_draft: Path, tmp
 
     monkeypatch.setattr(export.decoders, "build_base_graph", wrong)
     with pytest.raises(ExportError, match="does not compute what its checkpoint does: at the step 'prefill'"):
-        export_bundle(str(tiny_draft), None, tmp_path / "bundle")
+        export_bundle(str(tiny_draft), None, tmp_path / "bundle", exporter="mobius")
     assert not list(tmp_path.iterdir())
 
 

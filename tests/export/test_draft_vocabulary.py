@@ -248,7 +248,7 @@ def test_the_target_writes_what_is_counted_where_no_text_is_given(
         str(tiny_draft), "self", tmp_path / "b", draft_vocab=100, report=lambda title, done, total: titles.append((title, done))
     )
     assert bundle.draft.vocab_size == 100
-    assert [done for title, done in titles if title == "counting tokens in texts of the target"] == [1, 2]
+    assert [done for title, done in titles if "counting tokens in texts of the target" in title] == [1, 2]
 
 
 def test_a_draft_with_another_tokenizer_can_be_cut_too(

@@ -231,10 +231,12 @@ def test_mobius_is_taken_where_it_knows_the_model(tiny_target: Path, folder: Pat
 
     source = resolve_source(str(tiny_target))
     assert choose_exporter(source, "auto") == choose_exporter(source, "mobius") == "mobius"
-    monkeypatch.setattr(mobius, "registry", {})
-    for version, chosen in (("0.1.0", "optimum"), (None, "mobius")):
-        monkeypatch.setattr("export.optimum_graph._installed", lambda found=version: found)
-        assert choose_exporter(source, "auto") == chosen
+    monkeypatch.setattr(mobius.registry, "_map", {})
+    monkeypatch.setattr("export.optimum_graph._installed", lambda: "0.1.0")
+    assert choose_exporter(source, "auto") == "optimum"
+    monkeypatch.setattr("export.optimum_graph._installed", lambda: None)
+    with pytest.raises(ExportError, match="does not know"):
+        choose_exporter(source, "auto")
     with pytest.raises(ExportError, match=r"needs the package optimum-onnx: pip install '.\[export,optimum\]'"):
         choose_exporter(source, "optimum")
     with pytest.raises(ExportError, match="The source of graphs 'torch' is unknown; there are auto, mobius, optimum"):

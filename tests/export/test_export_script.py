@@ -42,6 +42,11 @@ def test_help_teaches_by_example():
         (["--target", "a", "--out", "b", "--max-length", "many"], "many"),
         (["--target", "a"], "--out"),
         (["--out", "b"], "--target"),
+        (["--add-lowering", "static"], "--out"),
+        (["--add-lowering", "static", "--out", "b", "--precision", "int4"], "so --precision has no place"),
+        (["--add-lowering", "static", "--out", "b", "--precision", "fp32"], "so --precision has no place"),  # the default
+        (["--target", "a", "--out", "b", "--draft-precision", "int4"], "--draft-precision is for a draft model"),
+        (["--add-lowering", "static", "--out", "b", "--overwrite"], "so --overwrite has no place"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], named: str):
@@ -78,6 +83,29 @@ def test_pair_is_exported(tiny_target: Path, tiny_draft: Path, tmp_path: Path):
     assert genai["speculative"] == {"max_draft_tokens": 4}
 
 
+def test_a_form_is_added_to_a_bundle(tiny_draft: Path, tmp_path: Path):
+    made = call("--target", tiny_draft, "--out", tmp_path / "b", "--precision", "fp16", "--max-length", "96")
+    assert made.returncode == 0, made.stderr
+    added = call("--add-lowering", "static", "--out", "b", cwd=tmp_path)
+    assert added.returncode == 0, added.stderr
+    first, second = (line for line in added.stdout.splitlines() if line.startswith("target: "))
+    assert "lowering gqa, 0." in first
+    assert "lowering static, 0.0 MB more" in second
+    assert "step 1 of 4: target (fp16): building the graph" in added.stderr
+    assert "written: b" in added.stdout.splitlines()
+    again = call("--add-lowering", "static", "--out", tmp_path / "b")
+    assert again.returncode == 1
+    assert again.stderr.splitlines()[-1].startswith("error: The target in ")
+    assert "has the lowering static already" in again.stderr
+
+
+def test_a_form_for_devices_only_is_not_timed(tiny_draft: Path, tmp_path: Path):
+    result = call("--target", tiny_draft, "--out", tmp_path / "b", "--precision", "bf16", "--max-length", "96")
+    assert result.returncode == 0, result.stderr
+    assert "rewind: max difference" in result.stdout
+    assert "passes here" not in result.stdout
+
+
 def test_refusal_is_one_sentence_on_stderr(tiny_target: Path, tmp_path: Path):
     (tmp_path / "bundle").mkdir()
     result = call("--target", tiny_target, "--out", tmp_path / "bundle")
@@ -87,6 +115,25 @@ def test_refusal_is_one_sentence_on_stderr(tiny_target: Path, tmp_path: Path):
     assert result.stderr.splitlines()[-1] == errors[0]
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_an_interrupt_behind_the_export_does_not_deny_the_bundle(tmp_path: Path):
+    """While passes are timed: the bundle is in its place by then."""
+    code = (
+        "import importlib.util, sys, types; path = sys.argv.pop(1); sys.path.insert(0, path)\n"
+        "spec = importlib.util.spec_from_file_location('script', path + '/export.py')\n"
+        "script = importlib.util.module_from_spec(spec); spec.loader.exec_module(script)\n"
+        "def interrupt(*_): raise KeyboardInterrupt\n"
+        "script._print_bundle, script._export = interrupt, lambda *_: types.SimpleNamespace(folder='some/bundle')\n"
+        "import command_line; sys.exit(command_line.run(script.main, extra='', interrupted='nothing was written'))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, SCRIPT.parent, "--target", "a", "--out", tmp_path / "b"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 130
+    assert result.stderr.endswith("interrupted: the bundle is written, some/bundle\n")
+    assert "nothing was written" not in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")

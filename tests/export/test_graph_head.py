@@ -12,7 +12,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from export.errors import ExportError
-from export.graph_head import NUM_LOGITS_TO_KEEP, cut_head, most_frequent_tokens, select_rows
+from export.graph_head import (
+    LOGITS_ROWS,
+    NUM_LOGITS_TO_KEEP,
+    cut_head,
+    keep_last_rows,
+    most_frequent_tokens,
+    select_rows,
+)
 
 VOCABULARY, HIDDEN = 40, 8
 TOKENS = np.array([[0, 39, 3, 3, 21]])
@@ -78,11 +85,20 @@ RECOGNISED = pytest.mark.parametrize("build", [own_head, tied_head, softcapped_h
 @RECOGNISED
 def test_the_last_rows_are_computed_and_all_by_default(build: Callable[[], ir.Model]) -> None:
     whole, model = run(build()), build()
-    assert select_rows(model)
+    assert keep_last_rows(model)
     assert np.array_equal(run(model), whole), "a program that does not know the input gets all rows"
     for count in range(1, 6):
         assert np.array_equal(run(model, **{NUM_LOGITS_TO_KEEP: np.array(count)}), whole[:, -count:])
     assert np.array_equal(run(model, **{NUM_LOGITS_TO_KEEP: np.array(0)}), whole)
+
+
+@RECOGNISED
+def test_the_rows_that_are_named_are_computed(build: Callable[[], ir.Model]) -> None:
+    whole, model = run(build()), build()
+    assert select_rows(model)
+    for rows in ([4], [0, 1, 2, 3, 4], [2, 3]):
+        assert np.array_equal(run(model, **{LOGITS_ROWS: np.array(rows)}), whole[:, rows])
+    assert model.graph.outputs[0].shape[1] == LOGITS_ROWS
 
 
 @RECOGNISED
@@ -106,6 +122,7 @@ def test_a_cut_head_leaves_the_embedding_whole() -> None:
 def test_other_ends_are_left_or_refused() -> None:
     model = biased_head()
     before = [node.op_type for node in model.graph]
+    assert not keep_last_rows(model)
     assert not select_rows(model)
     assert ([node.op_type for node in model.graph], len(model.graph.inputs)) == (before, 1)
     with pytest.raises(ExportError, match=r"do not come from a product with a constant matrix.*leave --draft-vocab out"):

@@ -1,4 +1,4 @@
-"""A base graph in float16: what is rounded, what stays, and what cannot be rounded."""
+"""A base graph in 16 bits: what is rounded, what stays, and what cannot be rounded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx_ir.passes.common import ShapeInferencePass
 
 from export.errors import ExportError
 from export.half_precision import to_half_precision
@@ -14,7 +15,7 @@ from export.half_precision import to_half_precision
 KEPT = frozenset({"Softmax"})
 
 
-def model_of(nodes: list, matrices: dict[str, np.ndarray]) -> ir.Model:
+def model_of(nodes: list, matrices: dict[str, np.ndarray], *, opset: int = 21) -> ir.Model:
     """x float32 [2, 3] and places int64 [2] -> nodes -> logits."""
     graph = helper.make_graph(
         nodes,
@@ -26,8 +27,8 @@ def model_of(nodes: list, matrices: dict[str, np.ndarray]) -> ir.Model:
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [2, 3])],
         [numpy_helper.from_array(values, name) for name, values in matrices.items()],
     )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    return ir.passes.common.ShapeInferencePass()(ir.from_proto(proto)).model
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    return ShapeInferencePass()(ir.from_proto(proto)).model
 
 
 def types_of(model: ir.Model) -> dict[str, ir.DataType]:
@@ -83,6 +84,23 @@ def test_constants_in_attributes_and_casts_are_rounded():
     types = types_of(model)
     assert {types[name] for name in "abcd"} == {types["number"]} == {ir.DataType.FLOAT16}
     assert run(model, MATRIX[:2].astype(np.float16)) == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize(("weights", "kept"), [([0.5, 1.25, 2.0], False), ([0.5, 1.01, 2.0], True)])
+def test_norm_whose_weights_bfloat16_does_not_hold_stays_in_float32(weights: list[float], kept: bool):
+    nodes = [
+        helper.make_node("RMSNormalization", ["x", "scale"], ["normed"], axis=-1),
+        helper.make_node("MatMul", ["normed", "w"], ["logits"]),
+    ]
+    model = model_of(nodes, {"scale": np.array(weights, np.float32), "w": MATRIX}, opset=23)
+    to_half_precision(model.graph, KEPT, ir.DataType.BFLOAT16)
+    types = types_of(model)
+    norm = next(node for node in model.graph if node.op_type == "RMSNormalization")
+    assert {value.dtype for value in norm.inputs} == {ir.DataType.FLOAT if kept else ir.DataType.BFLOAT16}
+    assert (types["w.half"], types["logits"]) == (ir.DataType.BFLOAT16, ir.DataType.FLOAT)
+    assert np.array_equal(
+        model.graph.initializers["w.half"].const_value.numpy(), MATRIX.astype(ir.DataType.BFLOAT16.numpy())
+    ), "to the nearest"
 
 
 def test_weight_beyond_the_range_is_refused_by_name():

@@ -13,11 +13,12 @@ import onnx_ir as ir
 import pytest
 
 from export.base_graph import build_base_graph
-from export.decoders import Role, write_decoder
+from export.decoders import write_decoder
 from export.errors import ExportError
 from export.lowerings.gqa import SPARE_ROWS, lower_to_group_query_attention
 from export.lowerings.positions import PADDING_ROWS
-from export.parity import load_reference, reference_logits
+from export.reference import load_reference
+from export.role import Role
 from export.source import Source
 from runtime.contract import DecoderSpec
 from runtime.decoder import Decoder
@@ -162,7 +163,7 @@ def test_cache_full_to_the_last_slot(target_source: Source, probe: list[int], tm
     decoder = Decoder(OrtBackend().load(spec, tmp_path), 48, num_rows=48)
     found = [decoder.forward(tokens[decoder.past_length :][:rows], rows).copy() for rows in cut]
     assert decoder.room() == 0
-    expected = reference_logits(load_reference(target_source), tokens)
+    expected = load_reference(target_source).logits([tokens])[0]
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-3)
     one_piece = Decoder(OrtBackend().load(spec, tmp_path), 48, num_rows=48).forward(tokens, 48)
     assert np.array_equal(np.concatenate(found), one_piece)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,25 +17,31 @@ from onnx.defs import get_schema
 
 from export.base_graph import build_base_graph
 from export.bundle import export_bundle
-from export.decoders import PRECISIONS, Role, write_decoder
+from export.decoders import write_decoder
 from export.errors import ExportError
 from export.graph_edit import add_initializer
 from export.lowerings import LOWERINGS, STANDARD_FORMS, lower
-from export.parity import exact_activations, load_reference, reference_logits, round_products, round_weights
+from export.parity import exact_activations, rounding_of
 from export.quantization import BITS
-from export.row_equality import measure_row_equality
+from export.reference import load_reference
+from export.role import PRECISIONS as ALL_PRECISIONS
+from export.role import Role
 from export.source import Source
 from runtime import Generator, SamplingParams
 from runtime.contract import DecoderSpec
 from runtime.decoder import Decoder, context_size
 from runtime.errors import BundleError
 from runtime.ort.backend import OrtBackend, OrtModel
+from runtime.row_equality import measure_row_equality
 
 CONTEXT = 48
+PRECISIONS = [precision for precision in ALL_PRECISIONS if precision != "bf16"]  # the CPU computes; see test_bfloat16.py
 ALL = [(lowering, precision) for lowering in LOWERINGS for precision in PRECISIONS]
 STANDARD = [(lowering, precision) for lowering, precision in ALL if lowering in STANDARD_FORMS]
 # Sums in another order; and values rounded to 11 bits, in logits that span some 40 (0.07 at most was seen).
 TOLERANCES = {"float32": 1e-3, "float16": 0.15}
+# What a lowering and precision make of the logits of some tokens.
+Logits = Callable[[tuple[str, str], list[int]], NDArray[np.float32]]
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +60,10 @@ def specs(target_source: Source, folder: Path) -> dict[tuple[str, str], DecoderS
 
 
 @pytest.fixture(scope="module")
-def references(target_source: Source) -> dict[tuple[str, str], object]:
-    """The checkpoint in torch, its weights rounded as each lowering and precision does."""
-    plain = load_reference(target_source)
-    made: dict[tuple[str, str], object] = {}
-    for lowering, precision in ALL:
-        made[lowering, precision] = plain
-        if precision in BITS:
-            made[lowering, precision] = rounded = copy.deepcopy(plain)
-            (round_products if lowering in STANDARD_FORMS else round_weights)(rounded, BITS[precision])
-    return made
+def reference_logits(target_source: Source, specs: dict[tuple[str, str], DecoderSpec]) -> Logits:
+    """A function for the checkpoint's logits in torch, its weights rounded as a lowering and precision does."""
+    reference = load_reference(target_source)
+    return lambda key, tokens: reference.logits([tokens], rounding_of(specs[key], reference))[0]
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def graph_of(spec: DecoderSpec, folder: Path) -> onnx.ModelProto:
 
 @pytest.mark.parametrize(("exact_model", "key"), [(key, key) for key in ALL], ids=str, indirect=["exact_model"])
 def test_prefill_one_token_verification_and_rewind(
-    exact_model: OrtModel, key: tuple[str, str], references: dict[tuple[str, str], object], probe: list[int]
+    exact_model: OrtModel, key: tuple[str, str], reference_logits: Logits, probe: list[int]
 ):
     straight, turned = probe[:32], [*probe[:22], *reversed(probe[30:40])]
     decoder = Decoder(exact_model, 40, num_rows=20)
@@ -102,20 +101,20 @@ def test_prefill_one_token_verification_and_rewind(
     decoder.rewind_to(22)
     after_rewind = decoder.forward(turned[22:], 10)
     tolerance = TOLERANCES[exact_model.spec.cache_dtype]
-    np.testing.assert_allclose(np.concatenate(found), reference_logits(references[key], straight), atol=tolerance, rtol=0)
-    np.testing.assert_allclose(after_rewind, reference_logits(references[key], turned)[22:], atol=tolerance, rtol=0)
+    np.testing.assert_allclose(np.concatenate(found), reference_logits(key, straight), atol=tolerance, rtol=0)
+    np.testing.assert_allclose(after_rewind, reference_logits(key, turned)[22:], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(("exact_model", "key"), [(key, key) for key in ALL], ids=str, indirect=["exact_model"])
 def test_greedy_text_is_the_checkpoints(
-    exact_model: OrtModel, key: tuple[str, str], references: dict[tuple[str, str], object], probe: list[int]
+    exact_model: OrtModel, key: tuple[str, str], reference_logits: Logits, probe: list[int]
 ):
     prompt, tolerance = probe[:20], TOLERANCES[exact_model.spec.cache_dtype]
     decoder = Decoder(exact_model, 36, num_rows=1)
     tokens = list(prompt)
     for _ in range(16):
         tokens.append(int(decoder.forward(tokens[decoder.past_length :], 1)[0].argmax()))
-    expected = reference_logits(references[key], tokens[:-1])[len(prompt) - 1 :]
+    expected = reference_logits(key, tokens[:-1])[len(prompt) - 1 :]
     # Where the two best tokens are nearer than the tolerance allows to tell, either will do.
     best = expected.max(axis=1)
     assert (expected[np.arange(16), tokens[len(prompt) :]] >= best - 2 * tolerance).all()
@@ -237,8 +236,11 @@ def test_interface_is_tokens_length_and_caches_of_one_size(
     assert interface(graph.input) == {
         "input_ids": (TensorProto.INT64, [1, "rows"]),
         "past_length": (TensorProto.INT64, [1]),
+        "logits_rows": (TensorProto.INT64, ["logits_rows"]),
     } | {past: cache for past, _ in pairs}
-    assert interface(graph.output) == {"logits": (TensorProto.FLOAT, [1, "rows", 512])} | {name: cache for _, name in pairs}
+    assert interface(graph.output) == {"logits": (TensorProto.FLOAT, [1, "logits_rows", 512])} | {
+        name: cache for _, name in pairs
+    }
 
 
 @pytest.mark.parametrize(("lowering", "precision"), [key for key in STANDARD if key[1] != "fp32"])
@@ -292,7 +294,7 @@ def test_caches_have_the_graphs_size_whatever_is_asked_for(
 
 def test_manifest_of_another_capacity_is_refused(specs: dict[tuple[str, str], DecoderSpec], folder: Path):
     spec = dataclasses.replace(specs["static", "fp32"], cache_capacity=128)
-    with pytest.raises(BundleError, match="has caches of 64 slots, its manifest says 128: export it again"):
+    with pytest.raises(BundleError, match=r"64, .*, and the manifest's cache_capacity is 128: export it again"):
         load(spec, folder)
 
 
@@ -438,6 +440,7 @@ def run_once(path: Path, tokens: list[int], capacity: int) -> NDArray[np.float32
         "attention_mask": np.ones((1, len(tokens)), np.int64),
         "past_length": np.array([0]),
         "num_logits_to_keep": np.array(0),
+        "logits_rows": np.arange(len(tokens)),
     }
     names = {value.name for value in session.get_inputs()}
     feeds = {name: value for name, value in feeds.items() if name in names}
@@ -453,6 +456,6 @@ def test_context_beyond_the_tables_is_refused(draft_source: Source, lowering: st
 
 
 def test_unknown_lowering_is_refused(tiny_draft: Path, tmp_path: Path):
-    with pytest.raises(ExportError, match="The lowering 'dense' is unknown; there are gqa, static, primitive"):
+    with pytest.raises(ExportError, match="The lowering 'dense' is unknown; there are gqa, gqa-half, static, primitive"):
         export_bundle(str(tiny_draft), None, tmp_path / "bundle", lowering="dense")
     assert not (tmp_path / "bundle").exists()

@@ -138,7 +138,7 @@ def test_causal_masks_of_any_make_are_taken(target_source: Source, rule: Rule):
         (everything, "is not causal, or lets a prefix see itself"),
         (slope, r"adds a positional bias to its scores \(as ALiBi does\)"),
         (by_content, "mask that depends on which tokens there are"),
-        (by_caches, "mask that depends on more inputs than the places of tokens"),
+        (by_caches, "mask that depends on what is cached"),
     ],
 )
 def test_other_masks_are_refused_by_name(target_source: Source, rule: Rule, sentence: str):

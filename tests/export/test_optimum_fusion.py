@@ -18,12 +18,13 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from export.decoders import Role, write_decoder
+from export.decoders import write_decoder
 from export.errors import ExportError
 from export.lowerings import LOWERINGS
 from export.lowerings.writer import Writer
 from export.optimum_fusion import fuse_decoder
 from export.parity import check_parity
+from export.role import Role
 from export.source import Source, resolve_source
 from runtime.contract import DecoderSpec
 from runtime.decoder import Decoder
@@ -39,13 +40,15 @@ CONTEXT = 64
 WINDOW = 48
 # The tiny target's weights under other names: what differs is the code that transformers traces.
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
-# Its norms of queries and keys are not in the file: transformers makes them with weights of one.
+# Its norms of queries and keys are not in the file: transformers makes them with weights of one, and they are saved so.
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 GEMMA = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}
 
 
 @pytest.fixture(scope="module")
 def sources(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+    from transformers import AutoModelForCausalLM
+
     folders = {"llama": tiny_target, "qwen2": tiny_draft}
     configs = {
         "mistral": MISTRAL,
@@ -58,6 +61,8 @@ def sources(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPa
         shutil.copytree(tiny_target, folders[name])
         path = folders[name] / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | config), encoding="utf-8")
+        if name == "qwen3":
+            AutoModelForCausalLM.from_pretrained(folders[name]).save_pretrained(folders[name])
     return {name: resolve_source(str(folder)) for name, folder in folders.items()}
 
 

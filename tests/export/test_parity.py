@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from export.errors import ExportError
-from export.parity import TOLERANCE, Comparison, check_parity, exact_activations, load_reference
+from export.parity import TOLERANCE, Comparison, check_parity, exact_activations
+from export.reference import load_reference
 from export.source import Source
 from runtime.backend import Context
 from runtime.contract import DecoderSpec

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from export.blockwise_products import ACCURACY_LEVEL, quantize_graph
 from export.errors import ExportError
 from export.quantization import (
-    ACCURACY_LEVEL,
     BITS,
     BLOCK_SIZE,
     BLOCK_SIZES,
     block_size_of,
     dequantize_blockwise,
     quantize_blockwise,
-    quantize_graph,
+    rounding,
 )
 
 VOCABULARY, TOKENS = 70, np.array([[0, 69, 3, 3, 41]])
@@ -206,7 +206,7 @@ def ignore(_done: int, _total: int) -> None:
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_quantized_graph_equals_numpy_on_rounded_weights(precision, hidden):
     model, embedding, projection = tied_model(hidden)
-    quantize_graph(model, precision, ignore)
+    quantize_graph(model, rounding(BITS[precision]), ignore)
     bits = BITS[precision]
     table, middle = rounded(embedding, bits), rounded(projection.T, bits).T
     expected = table[TOKENS] @ middle @ table.T
@@ -218,7 +218,7 @@ def test_quantized_graph_equals_numpy_on_rounded_weights(precision, hidden):
 
 def test_tied_embedding_and_head_share_one_packed_tensor():
     model, _, _ = tied_model(64)
-    quantize_graph(model, "int4", ignore)
+    quantize_graph(model, rounding(4), ignore)
     nodes = {node.op_type: node for node in model.graph}
     products = [node for node in model.graph if node.op_type == "MatMulNBits"]
     assert len(products) == 2
@@ -232,7 +232,7 @@ def test_tied_embedding_and_head_share_one_packed_tensor():
 
 def test_products_round_activations_as_the_fast_kernel_does():
     model, _, _ = tied_model(64)
-    quantize_graph(model, "int8", ignore)
+    quantize_graph(model, rounding(8), ignore)
     levels = [node.attributes.get_int("accuracy_level") for node in model.graph if node.op_type == "MatMulNBits"]
     assert levels == [ACCURACY_LEVEL, ACCURACY_LEVEL] == [4, 4]
 
@@ -240,7 +240,7 @@ def test_products_round_activations_as_the_fast_kernel_does():
 def test_progress_counts_matrices():
     model, _, _ = tied_model(64)
     reports: list[tuple[int, int]] = []
-    quantize_graph(model, "int4", lambda done, total: reports.append((done, total)))
+    quantize_graph(model, rounding(4), lambda done, total: reports.append((done, total)))
     assert reports == [(1, 2), (2, 2)]
 
 
@@ -250,8 +250,8 @@ def test_graph_without_matrices_is_refused():
         helper.make_node("Unsqueeze", ["numbers", "axis"], ["result"]),
     ]
     model = graph_of(nodes, {"axis": np.array([2])})
-    with pytest.raises(ExportError, match="no constant weight matrices to quantise to int4"):
-        quantize_graph(model, "int4", ignore)
+    with pytest.raises(ExportError, match="no constant weight matrices to quantise"):
+        quantize_graph(model, rounding(4), ignore)
 
 
 def looked_up_and_multiplied() -> ir.Model:
@@ -275,7 +275,7 @@ def multiplied_both_ways() -> ir.Model:
 @pytest.mark.parametrize("build", [looked_up_and_multiplied, multiplied_both_ways])
 def test_matrix_read_in_two_layouts_is_refused(build: Callable[[], ir.Model]):
     with pytest.raises(ExportError, match=r"'matrix' .*layout"):
-        quantize_graph(build(), "int4", ignore)
+        quantize_graph(build(), rounding(4), ignore)
 
 
 def test_table_that_is_looked_up_by_position_stays_as_it_is():
@@ -285,6 +285,6 @@ def test_table_that_is_looked_up_by_position_stays_as_it_is():
         helper.make_node("MatMul", ["rows", "matrix"], ["result"]),
     ]
     model = graph_of(nodes, {"table": random_matrix(VOCABULARY, 64), "matrix": random_matrix(64, 64, seed=1)})
-    quantize_graph(model, "int4", ignore)
+    quantize_graph(model, rounding(4), ignore)
     assert [node.op_type for node in model.graph] == ["Sub", "Gather", "MatMulNBits"]
     assert "table" in model.graph.initializers

@@ -12,13 +12,14 @@ import pytest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from export.decoders import Role, write_decoder
-from export.row_equality import PassShape, measure_row_equality
+from export.decoders import write_decoder
+from export.role import Role
 from export.source import Source
 from runtime.backend import Context, Model
 from runtime.contract import DecoderSpec
 from runtime.decoder import Decoder
 from runtime.ort.backend import OrtBackend
+from runtime.row_equality import PassShape, measure_row_equality
 
 Damage = Callable[[DecoderSpec, Callable[[onnx.ModelProto], None]], tuple[DecoderSpec, Path]]
 

@@ -36,7 +36,7 @@ def write_gguf(path: Path, **numbers: int) -> Path:
 
 def test_folder_tells_its_facts(tiny_target: Path, tiny_draft: Path):
     target, draft = resolve_source(str(tiny_target)), resolve_source(str(tiny_draft))
-    assert target == Source(str(tiny_target), "folder", tiny_target, "llama", 512, None, 205_376)
+    assert target == Source(str(tiny_target), "folder", tiny_target, "llama", 512, None, 205_376, 32_768, 4)
     assert (draft.architecture, draft.context_length, draft.window, draft.num_parameters) == ("qwen2", 512, None, 25_760)
 
 
@@ -46,8 +46,8 @@ def test_home_is_expanded(tiny_target: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_gguf_file_tells_its_facts(tmp_path: Path):
-    path = write_gguf(tmp_path / "model.gguf", context_length=2048)
-    assert resolve_source(str(path)) == Source("model.gguf", "gguf", path, "llama", 2048, None, 8 * 32)
+    path = write_gguf(tmp_path / "model.gguf", context_length=2048, block_count=3, nextn_predict_layers=1)
+    assert resolve_source(str(path)) == Source(str(path), "gguf", path, "llama", 2048, None, 8 * 32, 8 * 32, 2)
 
 
 def test_sharded_folder_counts_what_its_index_names(tiny_draft: Path, copy_checkpoint: CopyCheckpoint):
@@ -154,12 +154,17 @@ def test_gguf_without_an_architecture(tmp_path: Path):
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
+def test_one_file_of_a_folder_is_refused_with_the_folder(tiny_target: Path):
+    with pytest.raises(ExportError, match=rf"is one file of a model's folder: pass the folder, {tiny_target}\."):
+        resolve_source(str(tiny_target / "model.safetensors"))
+
+
 @pytest.mark.parametrize("name", ["no-such-folder", "./no/such/folder", "missing.gguf", "owner/missing.gguf", "a b/c", ""])
 def test_name_that_is_neither_path_nor_hub_name(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    sentence = "is no hub name of the form owner/name" if name else "config.json"
+    sentence = "is no hub name of the form owner/name" if name else "The name of a model is empty"
     with pytest.raises(ExportError, match=sentence):
         resolve_source(name)
 
@@ -187,7 +192,7 @@ def test_hub_name_is_downloaded(tiny_target: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     source = resolve_source("owner/model")
-    assert source == Source("owner/model", "folder", tiny_target, "llama", 512, None, 205_376)
+    assert source == Source("owner/model", "folder", tiny_target, "llama", 512, None, 205_376, 32_768, 4)
     ((name, patterns),) = asked
     assert name == "owner/model"
     for file in tiny_target.iterdir():

@@ -72,10 +72,10 @@ def with_fields(**changes: object) -> Callable[[DecoderSpec], DecoderSpec]:
         (with_names(present_value="new.{layer}"), r"outputs its manifest names \(differing: new.0"),
         (with_fields(num_layers=3), r"inputs its manifest names \(differing: past_key_values.3.key, past_key_values.3.value\)"),
         (with_fields(num_layers=5), "inputs its manifest names .*past_key_values.4.key"),
-        (with_fields(vocab_size=511), "gives 512 logits a row and its manifest says 511"),
-        (with_fields(num_key_value_heads=4), "has caches of 2 heads of 16, its manifest says 4 of 16"),
-        (with_fields(head_size=32), "has caches of 2 heads of 16, its manifest says 2 of 32"),
-        (with_fields(cache_dtype="float16"), "float16"),
+        (with_fields(vocab_size=511), r"has the output 'logits' as \[.*, 512\], and the manifest's vocab_size is 511"),
+        (with_fields(num_key_value_heads=4), r"'past_key_values.0.key' as \[.*\], and the manifest's num_key_value_heads is 4"),
+        (with_fields(head_size=32), r"has the input 'past_key.* as \[batch, 2, .*, 16\], and the manifest's head_size is 32"),
+        (with_fields(cache_dtype="float16"), r"of tensor\(float\), and the manifest's cache_dtype is tensor\(float16\)"),
     ],
 )
 def test_graph_that_is_not_the_manifests_is_refused(

@@ -1,0 +1,120 @@
+"""The largest logits of a row, in the place of all of them: what a device sends where they decide the text.
+
+A greedy token is the largest logit's, and `top_k` leaves the k largest and those as large as the k-th. Whatever else a rule
+does with such a row, it does the same with one that is -inf everywhere else, bit for bit. So the rules and the judge stay
+where they are, on the host, and know nothing of this; only the vocabulary stays on the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import onnx_bytes as onnx
+
+# Asked for beyond those that decide, so that logits as large as the last of them are mostly there too: in float16 many are.
+SPARE = 7
+# What a model that does so says in its description.
+TOP_NOTE = "only the largest logits come to the host where a text is greedy or has a top_k"
+
+
+@dataclass(frozen=True)
+class TopLogits:
+    """The largest logits of some rows; views that the next pass may overwrite.
+
+    Attributes:
+        tokens: int64 [rows, count], whose they are.
+        logits: float32 [rows, count], the largest first.
+        totals: float32 [rows], the sum over the whole row of exp(logit - largest); not finite where the row holds NaN or +inf,
+            or nothing but -inf.
+    """
+
+    tokens: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    totals: NDArray[np.float32]
+
+    @property
+    def are_sound(self) -> bool:
+        """Whether every row has finite logits to choose from, and neither NaN nor +inf."""
+        return bool(np.isfinite(self.totals).all())
+
+    def hold(self, num_deciding: int) -> bool:
+        """Tells whether each row's first `num_deciding` logits are there, and all as large as the last of these."""
+        return bool((self.logits[:, -1] < self.logits[:, num_deciding - 1]).all())
+
+    def first(self, rows: int) -> "TopLogits":
+        """Returns the first rows."""
+        return TopLogits(self.tokens[:rows], self.logits[:rows], self.totals[:rows])
+
+    def copy(self) -> "TopLogits":
+        """Returns it in memory of its own."""
+        return TopLogits(self.tokens.copy(), self.logits.copy(), self.totals.copy())
+
+    @classmethod
+    def joined(cls, parts: Sequence["TopLogits"]) -> "TopLogits":
+        """Puts rows of several passes together, in order; of each as many logits as of the others."""
+        columns = zip(*((part.tokens, part.logits, part.totals) for part in parts), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
+
+class TopRows:
+    """Rows as wide as the vocabulary, -inf but for the largest logits; filled and cleared place by place."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Allocates nothing yet."""
+        self._rows = np.empty((0, vocab_size), np.float32)
+        self._filled: NDArray[np.int64] = np.empty((0, 0), np.int64)
+
+    def fill(self, top: TopLogits) -> NDArray[np.float32]:
+        """Returns float32 [rows, vocab_size]; a view that the next call overwrites."""
+        count = len(top.tokens)
+        np.put_along_axis(self._rows[: len(self._filled)], self._filled, -np.inf, axis=1)
+        self._filled = np.empty((0, 0), np.int64)
+        if count > len(self._rows):
+            self._rows = np.full((count, self._rows.shape[1]), -np.inf, np.float32)
+        rows = self._rows[:count]
+        np.put_along_axis(rows, top.tokens, top.logits, axis=1)
+        self._filled = top.tokens.copy()
+        return rows
+
+
+def top_logits_graph(*, half: bool, rows: int | None = None, vocab_size: int | None = None, count: int | None = None) -> bytes:
+    """Returns the ONNX graph that finds them: standard operators, for ONNX Runtime and TensorRT.
+
+    Args:
+        half: Whether the logits are float16 and not float32.
+        rows: Their number, where it is fixed. Otherwise an input first, int64 [1], tells from which row on they are wanted.
+        vocab_size: Width of a row, where it is fixed.
+        count: How many to find, where it is fixed; otherwise an input, int64 [1].
+
+    Returns:
+        A model with the input logits [1, rows, vocab_size], and the outputs tokens, int64, and values, float32, both
+        [1, rows, count], and totals, float32 [1, rows].
+    """
+    width: int | str = vocab_size or "vocab_size"
+    number: int | str = count or "count"
+    height: int | str = rows or "rows"
+    parts = [onnx.graph_input("logits", onnx.FLOAT16 if half else onnx.FLOAT, (1, rows or "rows of the pass", width))]
+    whole = "logits"
+    if rows is None:
+        parts.append(onnx.graph_input("first", onnx.INT64, (1,)))
+        parts.append(onnx.constant("end", np.array([np.iinfo(np.int64).max])) + onnx.constant("row_axis", np.array([1])))
+        parts.append(onnx.node("Slice", (whole, "first", "end", "row_axis"), ("wanted",)))
+        whole = "wanted"
+    if half:
+        parts.append(onnx.node("Cast", (whole,), ("widened",), to=onnx.FLOAT))
+        whole = "widened"
+    parts.append(onnx.graph_input("count", onnx.INT64, (1,)) if count is None else onnx.constant("count", np.array([count])))
+    parts += [
+        onnx.constant("largest_place", np.array([0])) + onnx.constant("vocab_axis", np.array([-1])),
+        onnx.node("TopK", (whole, "count"), ("values", "tokens"), axis=-1),
+        onnx.node("Gather", ("values", "largest_place"), ("largest",), axis=-1),
+        onnx.node("Sub", (whole, "largest"), ("below",)),
+        onnx.node("Exp", ("below",), ("shares",)),
+        onnx.node("ReduceSum", ("shares", "vocab_axis"), ("totals",), keepdims=0),
+        onnx.graph_output("tokens", onnx.INT64, (1, height, number)),
+        onnx.graph_output("values", onnx.FLOAT, (1, height, number)),
+        onnx.graph_output("totals", onnx.FLOAT, (1, height)),
+    ]
+    return onnx.model("top_logits", *parts)
