@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ import pytest
 from scripts.smollm2_path import smollm2_path
 
 DATA = Path(__file__).parent / "data"
+
+
+def pytest_configure() -> None:
+    """Hears interrupts: a shell has its background jobs ignore them, and what tests start would too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
