@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from export.blockwise_dequantize import insert_dequantized_weights
 from export.errors import ExportError
 from export.quantization import dequantize_blockwise, quantize_blockwise, rounding
 
+from .matrix_graphs import matrix_graph
+
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
-
-
-def model_of(nodes: list[onnx.NodeProto], matrices: dict[str, np.ndarray]) -> ir.Model:
-    """token_ids -> nodes -> result."""
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [helper.make_tensor_value_info("token_ids", TensorProto.INT64, [1, None])],
-        [helper.make_tensor_value_info("result", TensorProto.FLOAT, [1, None, None])],
-        [numpy_helper.from_array(values, name) for name, values in matrices.items()],
-    )
-    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
 
 
 def tied_model() -> tuple[ir.Model, np.ndarray, np.ndarray]:
@@ -39,7 +28,7 @@ def tied_model() -> tuple[ir.Model, np.ndarray, np.ndarray]:
         helper.make_node("Transpose", ["embedding"], ["head"], perm=[1, 0]),
         helper.make_node("MatMul", ["hidden", "head"], ["result"]),
     ]
-    return model_of(nodes, {"embedding": embedding, "projection": projection}), embedding, projection
+    return matrix_graph(nodes, {"embedding": embedding, "projection": projection}, tokens="token_ids"), embedding, projection
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -72,7 +61,9 @@ def test_scales_are_above_zero_whatever_the_weights(bits: int):
     weights[0, :32] = 0
     weights[1] = np.abs(weights[1])
     weights[2] = -np.abs(weights[2])
-    model = model_of([helper.make_node("MatMul", ["token_ids", "w"], ["result"])], {"w": np.ascontiguousarray(weights.T)})
+    model = matrix_graph(
+        [helper.make_node("MatMul", ["token_ids", "w"], ["result"])], {"w": np.ascontiguousarray(weights.T)}, tokens="token_ids"
+    )
     insert_dequantized_weights(model.graph, rounding(bits, positive_scales=True), lambda *_: None)
     scales = model.graph.initializers["w.scales"].const_value.numpy()
     codes = model.graph.initializers["w.codes"].const_value.numpy().astype(np.float32)
@@ -99,12 +90,14 @@ def test_rounding_with_positive_scales_is_hardly_worse(bits: int):
 
 
 def test_matrix_that_blocks_do_not_divide_is_refused_by_name():
-    model = model_of([helper.make_node("MatMul", ["token_ids", "odd"], ["result"])], {"odd": random_matrix(70, 8)})
+    model = matrix_graph(
+        [helper.make_node("MatMul", ["token_ids", "odd"], ["result"])], {"odd": random_matrix(70, 8)}, tokens="token_ids"
+    )
     with pytest.raises(ExportError, match="The matrix 'odd' reads 70 channels, which blocks of 32 do not divide"):
         insert_dequantized_weights(model.graph, rounding(4, positive_scales=True), lambda *_: None)
 
 
 def test_graph_without_matrices_is_refused():
-    model = model_of([helper.make_node("Identity", ["token_ids"], ["result"])], {})
+    model = matrix_graph([helper.make_node("Identity", ["token_ids"], ["result"])], {}, tokens="token_ids")
     with pytest.raises(ExportError, match="no constant weight matrices to quantise"):
         insert_dequantized_weights(model.graph, rounding(8, positive_scales=True), lambda *_: None)

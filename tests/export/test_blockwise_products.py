@@ -14,6 +14,8 @@ from export.blockwise_products import quantize_graph
 from export.errors import ExportError
 from export.quantization import BlockwiseWeights, dequantize_blockwise
 
+from .matrix_graphs import matrix_graph
+
 ROWS, TOKENS = 70, np.array([[0, 69, 3, 3, 41]])
 
 
@@ -65,14 +67,7 @@ def tied_model(table: np.ndarray, projection: np.ndarray) -> ir.Model:
         helper.make_node("MatMul", ["hidden", "head"], ["result"]),
     ]
     matrices = {"table": table, "projection": projection, "other": projection[::-1].copy()}
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, None])],
-        [helper.make_tensor_value_info("result", TensorProto.FLOAT, [1, None, None])],
-        [numpy_helper.from_array(values, name) for name, values in matrices.items()],
-    )
-    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    return matrix_graph(nodes, matrices)
 
 
 def run(model: ir.Model, *, exact: bool = True) -> np.ndarray:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from export.blockwise_products import ACCURACY_LEVEL, quantize_graph
 from export.errors import ExportError
@@ -24,6 +23,8 @@ from export.quantization import (
     quantize_blockwise,
     rounding,
 )
+
+from .matrix_graphs import matrix_graph
 
 VOCABULARY, TOKENS = 70, np.array([[0, 69, 3, 3, 41]])
 
@@ -158,18 +159,6 @@ def test_padding_stands_for_zero():
 # --- the graph pass --------------------------------------------------------------------------------------------------
 
 
-def graph_of(nodes: list[onnx.NodeProto], matrices: dict[str, np.ndarray]) -> ir.Model:
-    """input_ids -> nodes -> "result"."""
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, None])],
-        [helper.make_tensor_value_info("result", TensorProto.FLOAT, [1, None, None])],
-        [numpy_helper.from_array(values, name) for name, values in matrices.items()],
-    )
-    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
-
-
 def tied_model(hidden: int) -> tuple[ir.Model, np.ndarray, np.ndarray]:
     """An embedding whose matrix is the head too, and one projection between them."""
     embedding, projection = random_matrix(VOCABULARY, hidden), random_matrix(hidden, hidden, seed=1)
@@ -179,7 +168,7 @@ def tied_model(hidden: int) -> tuple[ir.Model, np.ndarray, np.ndarray]:
         helper.make_node("Transpose", ["embedding"], ["head"], perm=[1, 0]),
         helper.make_node("MatMul", ["projected", "head"], ["result"]),
     ]
-    return graph_of(nodes, {"embedding": embedding, "projection": projection}), embedding, projection
+    return matrix_graph(nodes, {"embedding": embedding, "projection": projection}), embedding, projection
 
 
 def run(model: ir.Model) -> np.ndarray:
@@ -249,7 +238,7 @@ def test_graph_without_matrices_is_refused():
         helper.make_node("Cast", ["input_ids"], ["numbers"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["numbers", "axis"], ["result"]),
     ]
-    model = graph_of(nodes, {"axis": np.array([2])})
+    model = matrix_graph(nodes, {"axis": np.array([2])})
     with pytest.raises(ExportError, match="no constant weight matrices to quantise"):
         quantize_graph(model, rounding(4), ignore)
 
@@ -259,7 +248,7 @@ def looked_up_and_multiplied() -> ir.Model:
         helper.make_node("Gather", ["matrix", "input_ids"], ["looked_up"]),
         helper.make_node("MatMul", ["looked_up", "matrix"], ["result"]),
     ]
-    return graph_of(nodes, {"matrix": random_matrix(VOCABULARY, VOCABULARY)})
+    return matrix_graph(nodes, {"matrix": random_matrix(VOCABULARY, VOCABULARY)})
 
 
 def multiplied_both_ways() -> ir.Model:
@@ -269,7 +258,7 @@ def multiplied_both_ways() -> ir.Model:
         helper.make_node("Transpose", ["matrix"], ["turned"], perm=[1, 0]),
         helper.make_node("MatMul", ["half_way", "turned"], ["result"]),
     ]
-    return graph_of(nodes, {"embedding": random_matrix(VOCABULARY, 64), "matrix": random_matrix(64, 64, seed=1)})
+    return matrix_graph(nodes, {"embedding": random_matrix(VOCABULARY, 64), "matrix": random_matrix(64, 64, seed=1)})
 
 
 @pytest.mark.parametrize("build", [looked_up_and_multiplied, multiplied_both_ways])
@@ -284,7 +273,7 @@ def test_table_that_is_looked_up_by_position_stays_as_it_is():
         helper.make_node("Gather", ["table", "positions"], ["rows"]),
         helper.make_node("MatMul", ["rows", "matrix"], ["result"]),
     ]
-    model = graph_of(nodes, {"table": random_matrix(VOCABULARY, 64), "matrix": random_matrix(64, 64, seed=1)})
+    model = matrix_graph(nodes, {"table": random_matrix(VOCABULARY, 64), "matrix": random_matrix(64, 64, seed=1)})
     quantize_graph(model, rounding(4), ignore)
     assert [node.op_type for node in model.graph] == ["Sub", "Gather", "MatMulNBits"]
     assert "table" in model.graph.initializers
