@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .candidates import Candidates, Columns
 from .errors import SamplingError
 from .noise import ExponentialNoise
 from .sampling import Logits, Sampler
@@ -19,21 +20,21 @@ class Proposal:
 
     Attributes:
         tokens: [k] ids, in order.
-        probs: k entries, entry i being float32 [vocab_size], the distribution tokens[i] was drawn from, or None where it
-            was not drawn, but chosen or looked up; None when none was drawn.
+        probs: k entries, entry i being one row, the distribution tokens[i] was drawn from, or None where it was not drawn, but
+            chosen or looked up; None when none was drawn.
     """
 
     tokens: tuple[int, ...] = ()
-    probs: Sequence[NDArray[np.float32] | None] | None = None
+    probs: Sequence[Candidates | None] | None = None
 
     @classmethod
-    def of(cls, tokens: Sequence[int], rows: Sequence[NDArray[np.float32] | None]) -> "Proposal":
+    def of(cls, tokens: Sequence[int], rows: Sequence[Candidates | None]) -> "Proposal":
         """Puts tokens and the rows they came from together."""
         return cls(tuple(tokens), tuple(rows) if any(row is not None for row in rows) else None)
 
 
 class AcceptanceRule(Protocol):
-    """One generation's way to choose and judge tokens. Logits are float32 [rows, vocab_size] and are not changed."""
+    """One generation's way to choose and judge tokens. Logits are not changed."""
 
     depends_on_rounds: bool
     """Whether where a round begins changes the tokens (not their law): then a limit must not cut a proposal short."""
@@ -43,7 +44,7 @@ class AcceptanceRule(Protocol):
         """How many of a row's largest logits decide, with all as large as the last of them; None for all of the row."""
         ...
 
-    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+    def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Chooses the draft's next token.
 
         Args:
@@ -52,14 +53,14 @@ class AcceptanceRule(Protocol):
             block: Tokens proposed behind it.
 
         Returns:
-            The token; and float32 [vocab_size], the distribution it was drawn from, if it was drawn.
+            The token; and one row, the distribution it was drawn from, if it was drawn.
 
         Raises:
             SamplingError: The sampling rules leave no token.
         """
         ...
 
-    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+    def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Judges a proposal by the target's k + 1 rows.
 
         Raises:
@@ -83,15 +84,17 @@ class RejectionRule:
         """See Sampler."""
         return self._sampler.num_top
 
-    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+    def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Draws a token; see AcceptanceRule."""
-        row = self._sampler.distributions(logits, history, block)[0]
-        return draw(row, self._random.random()), row
+        logits = self._sampler.admitted(logits)
+        row = Candidates(self._sampler.distributions(logits.rows, history, block), logits.columns)
+        return row.columns.token(draw(row.rows[0], self._random.random())), row
 
-    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+    def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Accepts by chance, and draws the correction or the bonus; see AcceptanceRule."""
-        rows, reachable = _reachable(self._sampler.distributions, logits, history, proposal)
-        verification = verify(reachable.tokens, reachable.probs, rows, self._random.random(len(rows)))
+        logits = self._sampler.admitted(logits)
+        rows, reachable = _reachable(self._sampler.distributions, logits.rows, history, proposal)
+        verification = _verify(reachable, Candidates(rows, logits.columns), self._random.random(len(rows)))
         return _without_impossible(verification, reachable, proposal)
 
 
@@ -109,14 +112,16 @@ class GreedyRule:
         """See Sampler."""
         return self._sampler.num_top
 
-    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+    def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Chooses a token; see AcceptanceRule."""
-        return int(self._sampler.scores(logits, history, block)[0].argmax()), None
+        logits = self._sampler.admitted(logits)
+        return logits.columns.token(int(self._sampler.scores(logits.rows, history, block)[0].argmax())), None
 
-    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+    def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Accepts what the target would have chosen; see AcceptanceRule."""
-        rows, reachable = _reachable(self._sampler.scores, logits, history, proposal)
-        verification = verify_choices(reachable.tokens, rows.argmax(axis=1).tolist())
+        logits = self._sampler.admitted(logits)
+        rows, reachable = _reachable(self._sampler.scores, logits.rows, history, proposal)
+        verification = verify_choices(reachable.tokens, logits.columns.tokens(rows.argmax(axis=1)))
         return _without_impossible(verification, reachable, proposal)
 
 
@@ -135,23 +140,39 @@ class CoupledRule:
         """See Sampler."""
         return self._sampler.num_top
 
-    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, NDArray[np.float32] | None]:
+    def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Chooses a token; see AcceptanceRule."""
-        return self._choices(self._sampler.weights(logits, history, block), len(history) + len(block))[0], None
+        logits = self._sampler.admitted(logits)
+        weights = self._sampler.weights(logits.rows, history, block)
+        return self._choices(weights, logits.columns, len(history) + len(block))[0], None
 
-    def judge(self, proposal: Proposal, logits: Logits, history: Sequence[int]) -> Verification:
+    def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Accepts what the target would have chosen; see AcceptanceRule."""
         self._noise.forget_before(len(history))
-        rows, reachable = _reachable(self._sampler.weights, logits, history, proposal)
-        verification = verify_choices(reachable.tokens, self._choices(rows, len(history)))
+        logits = self._sampler.admitted(logits)
+        rows, reachable = _reachable(self._sampler.weights, logits.rows, history, proposal)
+        verification = verify_choices(reachable.tokens, self._choices(rows, logits.columns, len(history)))
         return _without_impossible(verification, reachable, proposal)
 
-    def _choices(self, weights: Logits, position: int) -> list[int]:
+    def _choices(self, weights: Logits, columns: Columns, position: int) -> list[int]:
         """Chooses a token for each row, the first of which stands at `position`."""
         for row in range(len(weights)):
-            weights[row] /= self._noise.row(position + row, weights.shape[1])
-        choices: list[int] = weights.argmax(axis=1).tolist()
-        return choices
+            noise = self._noise.row(position + row, columns.width)
+            weights[row] /= noise if columns.token_ids is None else noise[columns.token_ids]
+        return columns.tokens(weights.argmax(axis=1))
+
+
+def _verify(proposal: Proposal, target_probs: Candidates, uniforms: NDArray[np.float64]) -> Verification:
+    """Judges as `verify` does, with all rows brought over the same columns."""
+    drafts = [None] * len(proposal.tokens) if proposal.probs is None else proposal.probs
+    columns = Columns.joined([target_probs.columns, *(row.columns for row in drafts if row is not None)], proposal.tokens)
+    draft_rows = [None if row is None else row.over(columns, 0)[0] for row in drafts]
+    done = verify(columns.places(proposal.tokens).tolist(), draft_rows, target_probs.over(columns, 0), uniforms)
+    if columns.token_ids is None:
+        return done
+    assert done.next_token is not None, "a rule without tokens is looked at before and behind"
+    assert done.drawing is not None, "it has drawn"
+    return replace(done, next_token=columns.token(done.next_token), drawing=replace(done.drawing, columns=columns))
 
 
 def _reachable(

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backend import ChainContext, Model, TopLogitsContext
+from .candidates import Candidates
 from .contract import DecoderSpec
 from .errors import LogitsError
-from .top_logits import SPARE, TopRows
+from .top_logits import SPARE
 
 _MAX_ROWS = 256
 _LOGITS_BYTES = 32 << 20
@@ -46,8 +47,8 @@ class Decoder:
         cancel: Checked before every pass; None for no check.
         passes: Passes run for the text in hand.
         seconds: Time spent in them.
-        num_top: How many of a row's largest logits decide the text in hand, where only these come from the device; None where
-            whole rows come.
+        num_top: How many of a row's largest logits decide the text in hand, where `candidates` brings only these from the
+            device; None where it brings whole rows.
         tied_passes: Passes that were run again for whole rows, since too many logits were as large as the last that decides.
         last_total: The sum of exp(logit - largest) over the whole of the last row; None where that row came whole.
     """
@@ -75,7 +76,6 @@ class Decoder:
         self._context = model.open_context(capacity, self._max_rows)
         self._top_context = self._context if isinstance(self._context, TopLogitsContext) else None
         self._chain_context = self._context if isinstance(self._context, ChainContext) else None
-        self._top_rows = TopRows(self.spec.vocab_size)
 
     @property
     def past_length(self) -> int:
@@ -98,25 +98,18 @@ class Decoder:
             num_rows: Rows of logits wanted: those of the last tokens, 1 to len(token_ids).
 
         Returns:
-            float32 [num_rows, vocab_size]; a view that the next forward overwrites. Row -1 predicts the token behind
-            the last one fed. Where `num_top` is set, -inf stands for all but the largest logits.
+            float32 [num_rows, vocab_size]; a view that the next pass overwrites. Row -1 predicts the token behind the last one
+            fed.
 
         Raises:
             LogitsError: A row that was asked for holds NaN or +inf, or nothing but -inf; the cache is as it was before.
             Cancelled: The cancel event was set.
         """
-        assert 1 <= num_rows <= len(token_ids) <= self.room(), (num_rows, len(token_ids), self.room())
-        start = self.past_length
-        tokens = np.asarray(token_ids, np.int64)
-        # The last pass must hold all the rows that are wanted; those before it are as large as they may be.
-        last = max(num_rows, len(tokens) % self._max_rows or self._max_rows)
-        bounds = [*range(0, len(tokens) - last, self._max_rows), len(tokens) - last, len(tokens)]
-        for begin, end in itertools.pairwise(bounds):
-            if begin < end:
-                logits = self._run(tokens[begin:end], num_rows if end == len(tokens) else 0)
-        if logits is None:
-            self._refuse_logits(start)
-        return logits
+        return self._feed(token_ids, num_rows, None).rows
+
+    def candidates(self, token_ids: Sequence[int], num_rows: int) -> Candidates:
+        """Feeds tokens as `forward` does, and returns of their rows what decides the text in hand, see `num_top`."""
+        return self._feed(token_ids, num_rows, self.num_top)
 
     def rewind_to(self, length: int) -> None:
         """Forgets all cached tokens from `length` on; does nothing when fewer are cached."""
@@ -128,8 +121,8 @@ class Decoder:
         Args:
             prompt: At least one token. The last one is never kept: feeding it gives the text's first row.
             cancel: Checked before every pass from here on.
-            num_top: How many of a row's largest logits decide the text, with all as large as the last of them: `forward` need
-                not bring more of a row from a device. None where whole rows are needed.
+            num_top: How many of a row's largest logits decide the text, with all as large as the last of them: `candidates`
+                need not bring more of a row from a device. None where whole rows are needed.
         """
         self.rewind_to(length_in_common(self.tokens, prompt[:-1]))
         self.passes, self.seconds, self.tied_passes = 0, 0.0, 0
@@ -137,7 +130,7 @@ class Decoder:
         self.bring_top(num_top)
 
     def bring_top(self, num_top: int | None) -> None:
-        """Lets `forward` bring the largest logits only, where the context can; see `begin`."""
+        """Lets `candidates` bring the largest logits only, where the context can; see `begin`."""
         context, width = self._top_context, self.spec.vocab_size
         finds = num_top is not None and context is not None and num_top + SPARE <= min(context.max_top, width - 1)
         self.num_top = num_top if finds else None
@@ -167,7 +160,7 @@ class Decoder:
         tokens = np.asarray(token_ids, np.int64)
         last = len(tokens) % self._max_rows or self._max_rows
         for begin in range(0, len(tokens) - last, self._max_rows):
-            self._run(tokens[begin : begin + self._max_rows], 0)
+            self._run(tokens[begin : begin + self._max_rows], 0, None)
         padded = self._padded(tokens[-last:])
         started = time.perf_counter()
         top = self._chain_context.run_chain(padded, self.past_length, last - 1, num_tokens)
@@ -186,11 +179,23 @@ class Decoder:
         copy.tokens = list(self.tokens)
         return copy
 
-    def _run(self, tokens: NDArray[np.int64], num_rows: int) -> NDArray[np.float32] | None:
+    def _feed(self, token_ids: Sequence[int], num_rows: int, num_top: int | None) -> Candidates:
+        assert 1 <= num_rows <= len(token_ids) <= self.room(), (num_rows, len(token_ids), self.room())
+        start = self.past_length
+        tokens = np.asarray(token_ids, np.int64)
+        # The last pass must hold all the rows that are wanted; those before it are as large as they may be.
+        last = max(num_rows, len(tokens) % self._max_rows or self._max_rows)
+        bounds = [*range(0, len(tokens) - last, self._max_rows), len(tokens) - last, len(tokens)]
+        for begin, end in itertools.pairwise(bounds):
+            if begin < end:
+                logits = self._run(tokens[begin:end], num_rows if end == len(tokens) else 0, num_top)
+        return self._refuse_logits(start) if logits is None else logits
+
+    def _run(self, tokens: NDArray[np.int64], num_rows: int, num_top: int | None) -> Candidates | None:
         """Runs one pass; returns its last rows of logits, None where they hold NaN or infinity."""
         padded = self._padded(tokens)
         started = time.perf_counter()
-        logits = self._compute(padded, num_rows, len(padded) - len(tokens))
+        logits = self._compute(padded, num_rows, len(padded) - len(tokens), num_top)
         self.seconds += time.perf_counter() - started
         self.passes += 1
         self.tokens += tokens.tolist()
@@ -203,26 +208,26 @@ class Decoder:
         padding = self.spec.rows_of_pass(len(tokens)) - len(tokens)
         return np.pad(tokens, (0, padding), mode="edge") if padding else tokens
 
-    def _compute(self, padded: NDArray[np.int64], num_rows: int, padding: int) -> NDArray[np.float32] | None:
+    def _compute(self, padded: NDArray[np.int64], num_rows: int, padding: int, num_top: int | None) -> Candidates | None:
         past = len(self.tokens)
         # Padding rows stand behind the real ones, which cannot see them; their cache slots are written over next time. They are
         # asked for even where no row is wanted: a backend may compute such rows apart, and this keeps them the same ones
         # whatever is proposed behind a prompt.
         asked = num_rows + padding
-        if num_rows and self.num_top is not None:
-            assert self._top_context is not None, "begin has looked"
-            top = self._top_context.run_top(padded, past, asked, self.num_top + SPARE).first(num_rows)
+        if num_rows and num_top is not None:
+            assert self._top_context is not None, "bring_top has looked"
+            top = self._top_context.run_top(padded, past, asked, num_top + SPARE).first(num_rows)
             if not top.are_sound:
                 return None
-            if top.hold(self.num_top):
+            if top.hold(num_top):
                 self.last_total = float(top.totals[-1])
-                return self._top_rows.fill(top)
+                return top.candidates()
             self.passes += 1
             self.tied_passes += 1
         self.last_total = None
         logits = self._context.run(padded, past, asked)[:num_rows]
         # The largest of a row tells: NaN is larger than all, and -inf is the largest only where there is nothing else.
-        return logits if np.isfinite(logits.max(axis=1)).all() else None
+        return Candidates.whole(logits) if np.isfinite(logits.max(axis=1)).all() else None
 
     def _refuse_logits(self, start: int) -> NoReturn:
         """Forgets what was fed behind `start`, and raises LogitsError."""

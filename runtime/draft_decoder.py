@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .candidates import Candidates
 from .decoder import Decoder, length_in_common
 from .draft_vocabulary import DraftVocabulary
 
@@ -28,7 +29,6 @@ class DraftDecoder:
         self._ends: list[int] = []
         self._decoder = decoder
         self._vocabulary = vocabulary
-        self._logits = np.empty((1, vocabulary.target_vocab_size), np.float32)
 
     @property
     def past_length(self) -> int:
@@ -60,11 +60,11 @@ class DraftDecoder:
         self._decoder.cancel = cancel
 
     def takes(self, token_ids: Sequence[int]) -> bool:
-        """Tells whether `forward` takes these: there is room for their spellings, and something to have logits behind."""
+        """Tells whether `candidates` takes these: there is room for their spellings, and something to have logits behind."""
         ids, _ = self._spelled(token_ids)
         return self._decoder.past_length + len(ids) > 0 and len(ids) <= self._decoder.room() and self._knows(ids)
 
-    def forward(self, token_ids: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+    def candidates(self, token_ids: Sequence[int], num_rows: int) -> Candidates:
         """Reads tokens that it `takes`, behind those read before.
 
         Args:
@@ -72,11 +72,11 @@ class DraftDecoder:
             num_rows: 1: a token that is spelled with none of the draft's has no row of its own.
 
         Returns:
-            float32 [1, target_vocab_size], what stands behind the last token, -inf where the draft has no such token; a view
-            that the next call overwrites.
+            One row of logits, what stands behind the last token, over the target's tokens that the draft has; a view that the
+            next pass overwrites.
 
         Raises:
-            LogitsError: As Decoder.forward.
+            LogitsError: As Decoder.candidates.
             Cancelled: Likewise; what was read before stays read.
         """
         assert num_rows == 1, num_rows
@@ -89,14 +89,14 @@ class DraftDecoder:
             ids, ends = self._spelled(token_ids)
         start = self._decoder.past_length
         try:
-            self._vocabulary.expand(self._decoder.forward(ids.tolist(), 1), self._logits)
+            logits = self._decoder.candidates(ids.tolist(), 1)
         finally:
             # All of them, unless the passes ended before: then those whose ids are all cached.
             read = int(np.searchsorted(ends, self._decoder.past_length - start, side="right"))
             self.tokens += token_ids[:read]
             self._ends += (start + ends[:read]).tolist()
             self.rewind_to(len(self.tokens))
-        return self._logits
+        return self._vocabulary.translate(logits)
 
     def rewind_to(self, length: int) -> None:
         """Forgets all tokens from `length` on; does nothing when fewer have been read."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from .candidates import Candidates, Columns
 from .contract import Bundle, DecoderSpec
 from .errors import BundleError
 
@@ -157,24 +158,25 @@ class DraftVocabulary:
         places = np.arange(lengths.sum()) + np.repeat(begins - (ends - lengths), lengths)
         return self.spelling.ids[places], ends
 
-    def expand(self, logits: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
-        """Writes rows of the draft's logits as the target would have them, -inf where the draft has no such token.
-
-        Args:
-            logits: float32 [n, draft's columns].
-            rows: float32 [n, target_vocab_size], written whole.
-        """
-        for row, own in zip(rows, logits, strict=True):
-            # Clipping skips a check of every index; all are in range.
-            np.take(np.append(own, np.float32(-np.inf)), self._columns, mode="clip", out=row)
+    def translate(self, logits: Candidates) -> Candidates:
+        """Returns the draft's logits with the target's tokens for columns; those that stand for none are left out."""
+        own = logits.columns.token_ids
+        if own is None:
+            return Candidates(logits.rows[:, self._shared], self._columns)
+        token_ids = self.to_target[own]
+        order = _in_order(token_ids)
+        return Candidates(logits.rows[:, order], Columns.of(token_ids[order].astype(np.int64)))
 
     @cached_property
-    def _columns(self) -> NDArray[np.intp]:
-        """The draft's column for each of the target's tokens, or one behind the last for none."""
-        columns = np.full(self.target_vocab_size, len(self.to_target), np.intp)
-        (shared,) = np.nonzero(self.to_target != -1)
-        columns[self.to_target[shared]] = shared
-        return columns
+    def _shared(self) -> NDArray[np.intp] | slice:
+        """The draft's columns that stand for a token, in the order of these."""
+        order = _in_order(self.to_target)
+        return slice(len(order)) if np.array_equal(order, np.arange(len(order))) else order
+
+    @cached_property
+    def _columns(self) -> Columns:
+        """What they stand for."""
+        return Columns.of(self.to_target[self._shared].astype(np.int64))
 
     def _contradiction(self) -> str:
         """Returns what does not fit together, "" for nothing."""
@@ -215,6 +217,11 @@ def draft_length(num_tokens: int, vocabulary: DraftVocabulary | None) -> int:
         return num_tokens
     mean = len(spelling.ids) / (len(spelling.offsets) - 1)
     return len(spelling.prefix) + ceil(num_tokens * min(max(mean, 1.0), 2.0))
+
+
+def _in_order(to_target: Ids) -> NDArray[np.intp]:
+    """Returns the columns that stand for a token, in the order of these."""
+    return to_target.argsort()[np.count_nonzero(to_target == -1) :]
 
 
 def _integers(array: NDArray[np.generic], dimensions: int) -> Ids:

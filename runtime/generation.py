@@ -201,7 +201,7 @@ class Generation:
         self.stats.count_round(len(done.proposal.tokens))
         if (num_top := self._params.logprobs) is None:
             return _Block(done, None)
-        rows = zip(done.logits, done.tokens, strict=False)
+        rows = zip(done.logits.rows, done.tokens, strict=False)
         return _Block(done, tuple(token_logprob(row, token, num_top) for row, token in rows))
 
     def _budget(self) -> int:

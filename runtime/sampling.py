@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import filters, penalties
+from .candidates import Candidates, Columns
 from .errors import SamplingError
 from .sampling_params import SamplingParams
 
@@ -56,17 +57,23 @@ class Sampler:
             return None
         return 1 if self._params.greedy else self._params.top_k or None
 
+    def admitted(self, logits: Candidates) -> Candidates:
+        """Returns logits with columns that the rules can be applied to: rules on given tokens need to find them."""
+        if not self._changes_logits or logits.columns.token_ids is None:
+            return logits
+        return Candidates.whole(logits.over(Columns(logits.columns.width), -np.inf))
+
     def scores(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> Logits:
         """Applies the rules that change logits: penalties, bias, and what is forbidden.
 
         Args:
-            logits: float32 [rows, vocab_size]; not changed.
+            logits: float32 [rows, columns], as `admitted` gives them; not changed.
             history: Prompt and text so far.
             block: Tokens behind it that are not decided yet. The rows end with it: the last row's place is behind the
                 whole block, the row before it is behind all but its last token, and so on.
 
         Returns:
-            float32 [rows, vocab_size], -inf where a token is forbidden; `logits` itself when no such rule is set.
+            float32 [rows, columns], -inf where a token is forbidden; `logits` itself when no such rule is set.
 
         Raises:
             SamplingError: A row has no token left.
@@ -92,7 +99,7 @@ class Sampler:
         """Applies all rules, for a temperature above 0; arguments and errors are those of `scores`.
 
         Returns:
-            float32 [rows, vocab_size], a new array: probabilities up to a factor for each row, 0 where a token is dropped.
+            float32 [rows, columns], a new array: probabilities up to a factor for each row, 0 where a token is dropped.
         """
         return self._ruled(self.scores(logits, history, block), normalised=False)
 
@@ -100,7 +107,7 @@ class Sampler:
         """Applies all rules, for a temperature above 0; arguments and errors are those of `scores`.
 
         Returns:
-            float32 [rows, vocab_size], a new array; each row sums to 1.
+            float32 [rows, columns], a new array; each row sums to 1.
         """
         return self._ruled(self.scores(logits, history, block), normalised=True)
 

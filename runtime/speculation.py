@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .acceptance import AcceptanceRule, Proposal
+from .candidates import Candidates
 from .decoder import Decoder
 from .drafters import Drafter
-from .sampling import Logits
 from .verify import Verification
 
 
@@ -20,13 +20,12 @@ class Round:
 
     Attributes:
         proposal: What the drafter proposed, k tokens.
-        logits: float32 [k + 1, vocab_size], the target's at their places and one behind; a view that the target's next pass
-            overwrites. Of a target on a device, -inf may stand for all that do not decide the text.
+        logits: The target's k + 1 rows, at their places and one behind; a view that the target's next pass overwrites.
         verification: The judgement.
     """
 
     proposal: Proposal
-    logits: Logits
+    logits: Candidates
     verification: Verification
 
     @property
@@ -49,5 +48,5 @@ def speculative_round(
         rule: How tokens are chosen and judged.
     """
     proposal = drafter.propose(sequence, num_draft_tokens) if num_draft_tokens > 0 else Proposal()
-    logits = target.forward([*sequence[target.past_length :], *proposal.tokens], len(proposal.tokens) + 1)
+    logits = target.candidates([*sequence[target.past_length :], *proposal.tokens], len(proposal.tokens) + 1)
     return Round(proposal, logits, rule.judge(proposal, logits, sequence))

@@ -1,8 +1,7 @@
 """The largest logits of a row, in the place of all of them: what a device sends where they decide the text.
 
-A greedy token is the largest logit's, and `top_k` leaves the k largest and those as large as the k-th. Whatever else a rule
-does with such a row, it does the same with one that is -inf everywhere else, bit for bit. So the rules and the judge stay
-where they are, on the host, and know nothing of this; only the vocabulary stays on the device.
+A greedy token is the largest logit's, and `top_k` leaves the k largest and those as large as the k-th; no other token is a
+candidate. So the rules and the judge stay where they are, on the host, and only the vocabulary stays on the device.
 """
 
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import onnx_bytes as onnx
+from .candidates import Candidates, Columns
 
 # Asked for beyond those that decide, so that logits as large as the last of them are mostly there too: in float16 many are.
 SPARE = 7
@@ -47,6 +47,13 @@ class TopLogits:
         """Returns the first rows."""
         return TopLogits(self.tokens[:rows], self.logits[:rows], self.totals[:rows])
 
+    def candidates(self) -> Candidates:
+        """Returns the rows over the tokens that any of them has, -inf where a row does not have one; memory of its own."""
+        token_ids = np.unique(self.tokens)
+        rows = np.full((len(self.tokens), len(token_ids)), -np.inf, np.float32)
+        np.put_along_axis(rows, np.searchsorted(token_ids, self.tokens), self.logits, axis=1)
+        return Candidates(rows, Columns.of(token_ids))
+
     def copy(self) -> "TopLogits":
         """Returns it in memory of its own."""
         return TopLogits(self.tokens.copy(), self.logits.copy(), self.totals.copy())
@@ -56,27 +63,6 @@ class TopLogits:
         """Puts rows of several passes together, in order; of each as many logits as of the others."""
         columns = zip(*((part.tokens, part.logits, part.totals) for part in parts), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
-
-
-class TopRows:
-    """Rows as wide as the vocabulary, -inf but for the largest logits; filled and cleared place by place."""
-
-    def __init__(self, vocab_size: int) -> None:
-        """Allocates nothing yet."""
-        self._rows = np.empty((0, vocab_size), np.float32)
-        self._filled: NDArray[np.int64] = np.empty((0, 0), np.int64)
-
-    def fill(self, top: TopLogits) -> NDArray[np.float32]:
-        """Returns float32 [rows, vocab_size]; a view that the next call overwrites."""
-        count = len(top.tokens)
-        np.put_along_axis(self._rows[: len(self._filled)], self._filled, -np.inf, axis=1)
-        self._filled = np.empty((0, 0), np.int64)
-        if count > len(self._rows):
-            self._rows = np.full((count, self._rows.shape[1]), -np.inf, np.float32)
-        rows = self._rows[:count]
-        np.put_along_axis(rows, top.tokens, top.logits, axis=1)
-        self._filled = top.tokens.copy()
-        return rows
 
 
 def top_logits_graph(*, half: bool, rows: int | None = None, vocab_size: int | None = None, count: int | None = None) -> bytes:

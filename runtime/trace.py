@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from .acceptance import Proposal
+from .candidates import Candidates, Columns
 from .speculation import Round
 from .verify import Drawing, Probabilities, Verification
 
@@ -54,9 +55,10 @@ def _drawings(
     for i, probability in enumerate(drawing.acceptance_probabilities):
         token = proposal.tokens[i]
         drawn_from = None if proposal.probs is None else proposal.probs[i]
-        draft = 1.0 if drawn_from is None else float(drawn_from[token])
+        draft = 1.0 if drawn_from is None else drawn_from.number(0, token)
+        target = Candidates(drawing.target_probs, drawing.columns).number(i, token)
         yield (
-            f"  {token_text(token)!r:<14} target {drawing.target_probs[i, token]:.3f}  draft {draft:.3f}"
+            f"  {token_text(token)!r:<14} target {target:.3f}  draft {draft:.3f}"
             f"{' (one-hot)' if drawn_from is None else ''}  acceptance {probability:.3f}  drawn {drawing.uniforms[i]:.3f}"
             f"  -> {'accepted' if i < verification.num_accepted else 'refused'}"
         )
@@ -64,14 +66,14 @@ def _drawings(
         return
     added, drawn = repr(token_text(verification.next_token)), f"drawn {drawing.uniforms[-1]:.3f}"
     if drawing.residual is not None:
-        yield f"  residual {_head(drawing.residual, token_text)}  {drawn}  -> correction {added}"
+        yield f"  residual {_head(drawing.residual, drawing.columns, token_text)}  {drawn}  -> correction {added}"
     else:
-        yield f"  target   {_head(drawing.target_probs[-1], token_text)}  {drawn}  -> bonus {added}"
+        yield f"  target   {_head(drawing.target_probs[-1], drawing.columns, token_text)}  {drawn}  -> bonus {added}"
 
 
-def _head(row: Probabilities, token_text: Callable[[int], str]) -> str:
+def _head(row: Probabilities, columns: Columns, token_text: Callable[[int], str]) -> str:
     """The most probable tokens of a row."""
-    best = np.argsort(-row, kind="stable")[:_HEAD]
-    shown = [f"{token_text(int(token))!r} {row[token]:.3f}" for token in best if row[token] > 0]
+    best = np.argsort(-row, kind="stable")[:_HEAD].tolist()
+    shown = [f"{token_text(columns.token(place))!r} {row[place]:.3f}" for place in best if row[place] > 0]
     rest = np.count_nonzero(row) - len(shown)
     return "[" + ", ".join(shown) + (f", {rest:,} more" if rest else "") + "]"

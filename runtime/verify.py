@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .candidates import Columns
+
 Probabilities = NDArray[np.floating]
 _BLOCK = 512
 
@@ -47,16 +49,18 @@ class Drawing:
     """The numbers behind a verification by the rejection rule.
 
     Attributes:
-        target_probs: [k + 1, vocab_size], as given to `verify`.
+        target_probs: [k + 1, columns], as given to `verify`.
         uniforms: float [k + 1], as given to `verify`.
         acceptance_probabilities: float [min(num_accepted + 1, k)], one for each token that was judged.
-        residual: [vocab_size], what the correction was drawn from; None when nothing was refused.
+        residual: [columns], what the correction was drawn from; None when nothing was refused.
+        columns: What the columns of these stand for.
     """
 
     target_probs: Probabilities
     uniforms: Sequence[float] | NDArray[np.float64]
     acceptance_probabilities: tuple[float, ...]
     residual: Probabilities | None
+    columns: Columns
 
 
 def verify(
@@ -95,8 +99,10 @@ def verify(
         if uniforms[i] >= judged[-1]:
             draft_row = _one_hot(token, target_probs[i]) if drawn_from is None else drawn_from
             residual = residual_distribution(target_probs[i], draft_row)
-            return Verification(i, draw(residual, uniforms[k]), Drawing(target_probs, uniforms, tuple(judged), residual))
-    return Verification(k, draw(target_probs[k], uniforms[k]), Drawing(target_probs, uniforms, tuple(judged), None))
+            drawing = Drawing(target_probs, uniforms, tuple(judged), residual, Columns(target_probs.shape[1]))
+            return Verification(i, draw(residual, uniforms[k]), drawing)
+    drawing = Drawing(target_probs, uniforms, tuple(judged), None, Columns(target_probs.shape[1]))
+    return Verification(k, draw(target_probs[k], uniforms[k]), drawing)
 
 
 def verify_choices(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> Verification:

@@ -87,6 +87,7 @@ def _time_judgement(params: "SamplingParams", target: "Logits", draft: "Logits",
     import numpy as np
 
     from runtime.acceptance import AcceptanceRule, CoupledRule, GreedyRule, Proposal, RejectionRule
+    from runtime.candidates import Candidates
     from runtime.noise import ExponentialNoise
     from runtime.sampling import Sampler
 
@@ -99,12 +100,12 @@ def _time_judgement(params: "SamplingParams", target: "Logits", draft: "Logits",
     tokens: list[int] = []
     rows = []
     for logits in draft[:-1]:
-        token, row = rule.propose(logits[None], history, tokens)
+        token, row = rule.propose(Candidates.whole(logits[None]), history, tokens)
         tokens.append(token)
-        rows += [] if row is None else [row]
-    proposal = Proposal(tuple(tokens), np.stack(rows) if rows else None)
+        rows.append(row)
+    proposal, logits = Proposal.of(tokens, rows), Candidates.whole(target)
     started = time.perf_counter()
-    rule.judge(proposal, target, history)
+    rule.judge(proposal, logits, history)
     return 1000 * (time.perf_counter() - started)
 
 

@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from runtime import acceptance, verify
 from runtime.acceptance import CoupledRule, RejectionRule
+from runtime.candidates import Candidates
 from runtime.decoder import Decoder
 from runtime.generation import Generation
 from runtime.noise import ExponentialNoise
-from runtime.sampling import Logits, Sampler
+from runtime.sampling import Sampler
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
@@ -38,7 +39,7 @@ def q_from_another_array(patch: pytest.MonkeyPatch) -> None:
         acceptance,
         "verify",
         lambda tokens, probs, target, uniforms: verify.verify(
-            tokens, None if probs is None else [_flattened(row) for row in probs], target, uniforms
+            tokens, [None if row is None else _flattened(row) for row in probs], target, uniforms
         ),
     )
 
@@ -47,10 +48,10 @@ def draft_row_with_other_filters(patch: pytest.MonkeyPatch) -> None:
     """The draft draws by other rules than the row it reports."""
     propose = RejectionRule.propose
 
-    def mutated(rule: RejectionRule, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, object]:
+    def mutated(rule: RejectionRule, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, object]:
         row = propose(rule, logits, history, block)[1]
         assert row is not None
-        return verify.draw(_flattened(row), rule._random.random()), row
+        return row.columns.token(verify.draw(_flattened(row.rows[0]), rule._random.random())), row
 
     patch.setattr(RejectionRule, "propose", mutated)
 
@@ -101,7 +102,7 @@ def draft_with_other_noise(patch: pytest.MonkeyPatch) -> None:
     """The draft's coupled choice is made with noise of its own, so that the two agree by chance only."""
     other, propose = ExponentialNoise(99), CoupledRule.propose
 
-    def mutated(rule: CoupledRule, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, None]:
+    def mutated(rule: CoupledRule, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, None]:
         return propose(CoupledRule(rule._sampler, other), logits, history, block)
 
     patch.setattr(CoupledRule, "propose", mutated)

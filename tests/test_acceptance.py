@@ -14,6 +14,7 @@ import pytest
 from scipy import stats
 
 from runtime.acceptance import AcceptanceRule, CoupledRule, GreedyRule, Proposal, RejectionRule
+from runtime.candidates import Candidates
 from runtime.errors import SamplingError
 from runtime.noise import ExponentialNoise
 from runtime.sampling import Sampler
@@ -104,14 +105,16 @@ def pieces(row: Sequence[float]) -> Iterator[tuple[float, tuple[float, float]]]:
 
 def proposals(world: World, history: Text, k: int) -> Iterator[tuple[float, Proposal]]:
     """Yields every proposal of k tokens that RejectionRule draws from the draft, with its probability."""
-    drawn: list[tuple[float, Text, list[np.ndarray]]] = [(1.0, (), [])]
+    drawn: list[tuple[float, Text, list[Candidates]]] = [(1.0, (), [])]
     for _ in range(k):
         longer = []
         for before, block, rows in drawn:
             text = (*history, *block)
             for length, ends in pieces(world.law("draft", text)):
                 made = [
-                    RejectionRule(world.sampler, Scripted(uniform)).propose(world.logits("draft", text), history, block)
+                    RejectionRule(world.sampler, Scripted(uniform)).propose(
+                        Candidates.whole(world.logits("draft", text)), history, block
+                    )
                     for uniform in ends
                 ]
                 assert made[0][0] == made[1][0], "a step inside an interval"
@@ -119,7 +122,7 @@ def proposals(world: World, history: Text, k: int) -> Iterator[tuple[float, Prop
                 longer.append((before * length, (*block, made[0][0]), [*rows, made[0][1]]))
         drawn = longer
     for probability, block, rows in drawn:
-        yield probability, Proposal(block, np.stack(rows) if rows else None)
+        yield probability, Proposal.of(block, rows)
 
 
 def judgements(world: World, history: Text, proposal: Proposal) -> Iterator[tuple[float, Text]]:
@@ -134,7 +137,7 @@ def judgements(world: World, history: Text, proposal: Proposal) -> Iterator[tupl
     one_hot = [[float(other == token) for other in range(world.vocab_size)] for token in tokens]
     drafts = one_hot if proposal.probs is None else [world.law("draft", text) for text in texts[:k]]
     accepted = [min(1.0, targets[i][token] / drafts[i][token]) for i, token in enumerate(tokens)]
-    rows = world.rows(history, tokens)
+    rows = Candidates.whole(world.rows(history, tokens))
     for j in range(k + 1):
         weight = math.prod(accepted[:j]) * (1 - accepted[j] if j < k else 1)
         if weight < 1e-8:
@@ -218,8 +221,10 @@ def test_the_enumeration_sees_tokens_refused_and_accepted() -> None:
 
 def test_a_draft_token_comes_with_the_row_it_was_drawn_from() -> None:
     world = World(SMALL_RULES["all"], 5)
-    token, row = RejectionRule(world.sampler, Scripted(0.6)).propose(world.logits("draft", (*HISTORY, 2)), HISTORY, [2])
-    assert row is not None
+    logits = Candidates.whole(world.logits("draft", (*HISTORY, 2)))
+    token, drawn_from = RejectionRule(world.sampler, Scripted(0.6)).propose(logits, HISTORY, [2])
+    assert drawn_from is not None
+    row = drawn_from.rows[0]
     np.testing.assert_allclose(row, world.law("draft", (*HISTORY, 2)), rtol=1e-5, atol=1e-9)
     assert np.searchsorted(np.cumsum(row), 0.6, side="right") == token
 
@@ -245,7 +250,7 @@ def write(rule: AcceptanceRule, world: World, length: int, propose: Proposer) ->
     text = HISTORY
     while len(text) < len(HISTORY) + length:
         proposal = propose(text)
-        done = rule.judge(proposal, world.rows(text, proposal.tokens), text)
+        done = rule.judge(proposal, Candidates.whole(world.rows(text, proposal.tokens)), text)
         text = (*text, *proposal.tokens[: done.num_accepted], done.next_token)
     return list(text[len(HISTORY) : len(HISTORY) + length])
 
@@ -255,11 +260,10 @@ def drafting(rule: AcceptanceRule, world: World, k: int = 3) -> Proposer:
         block: Text = ()
         rows = []
         for _ in range(k):
-            token, row = rule.propose(world.logits("draft", (*text, *block)), text, block)
+            token, row = rule.propose(Candidates.whole(world.logits("draft", (*text, *block))), text, block)
             block = (*block, token)
-            if row is not None:
-                rows.append(row)
-        return Proposal(block, np.stack(rows) if rows else None)
+            rows.append(row)
+        return Proposal.of(block, rows)
 
     return propose
 
@@ -315,9 +319,9 @@ def test_greedy_text_is_the_largest_score_of_the_reference(name: str) -> None:
 def test_greedy_takes_the_first_of_equal_scores() -> None:
     rule = GreedyRule(Sampler(SamplingParams()))
     logits = np.array([[0, 3, 3, 1], [2, 2, 2, 2]], np.float32)
-    assert rule.propose(logits[:1], [0], []) == (1, None)
-    assert rule.judge(Proposal((1,)), logits, [0]) == Verification(1, 0, None)
-    assert rule.judge(Proposal((2,)), logits, [0]) == Verification(0, 1, None)
+    assert rule.propose(Candidates.whole(logits[:1]), [0], []) == (1, None)
+    assert rule.judge(Proposal((1,)), Candidates.whole(logits), [0]) == Verification(1, 0, None)
+    assert rule.judge(Proposal((2,)), Candidates.whole(logits), [0]) == Verification(0, 1, None)
 
 
 @pytest.mark.parametrize("name", ONE_TEXT)
@@ -327,7 +331,7 @@ def test_what_a_model_proposes_to_itself_is_accepted_whole(name: str) -> None:
         for rule in (GreedyRule(world.sampler), CoupledRule(world.sampler, ExponentialNoise(seed))):
             proposal = drafting(rule, world, 4)(HISTORY)
             assert proposal.probs is None
-            done = rule.judge(proposal, world.rows(HISTORY, proposal.tokens), HISTORY)
+            done = rule.judge(proposal, Candidates.whole(world.rows(HISTORY, proposal.tokens)), HISTORY)
             assert (done.num_accepted, done.drawing) == (4, None)
 
 
@@ -368,7 +372,7 @@ def test_coupled_tokens_along_one_text_follow_the_targets_law() -> None:
     sampler, logits = Sampler(SamplingParams(temperature=1.0)), np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
     rule, text = CoupledRule(sampler, ExponentialNoise(11)), [0]
     for _ in range(6000):
-        text.append(rule.judge(Proposal(), logits, text).next_token)
+        text.append(rule.judge(Proposal(), Candidates.whole(logits), text).next_token)
     law = {pair: float(np.prod([[0.5, 0.3, 0.2][token] for token in pair])) for pair in itertools.product(range(3), repeat=2)}
     counts: dict[Text, int] = defaultdict(int)
     for pair in zip(text[1::2], text[2::2], strict=True):
@@ -387,7 +391,7 @@ def test_coupled_choices_agree_as_often_as_the_theory_says(unlikeness: float) ->
     for seed in range(num_seeds):
         rule = CoupledRule(world.sampler, ExponentialNoise(seed))
         proposal = drafting(rule, world, 1)(HISTORY)
-        agreed += rule.judge(proposal, world.rows(HISTORY, proposal.tokens), HISTORY).num_accepted
+        agreed += rule.judge(proposal, Candidates.whole(world.rows(HISTORY, proposal.tokens)), HISTORY).num_accepted
     assert stats.binomtest(agreed, num_seeds, chance).pvalue > FALSE_ALARM
     slack = stats.norm.isf(FALSE_ALARM) * math.sqrt(0.25 / num_seeds)
     assert (1 - distance) / (1 + distance) - slack <= agreed / num_seeds <= 1 - distance + slack
@@ -421,9 +425,9 @@ def test_logits_are_left_alone(rows: str) -> None:
     rule = rules.get(rows, GreedyRule(world.sampler))
     logits = world.rows(HISTORY, (2, 4))
     logits.flags.writeable = False
-    rule.propose(logits[:1], HISTORY, ())
+    rule.propose(Candidates.whole(logits[:1]), HISTORY, ())
     noise_before = {position: row.copy() for position, row in noise._rows.items()}
-    rule.judge(Proposal((2, 4)), logits, HISTORY)
+    rule.judge(Proposal((2, 4)), Candidates.whole(logits), HISTORY)
     assert all(np.array_equal(noise._rows[position], row) for position, row in noise_before.items())
 
 
@@ -442,9 +446,9 @@ def rules_over(sampler: Sampler) -> list[AcceptanceRule]:
 def test_no_token_left_is_an_error_of_draft_and_target(kind: int) -> None:
     rule = rules_over(sampler_of({"words": ((0,), (1,), (2,))}))[kind]
     with pytest.raises(SamplingError):
-        rule.propose(np.zeros((1, 3), np.float32), HISTORY, ())
+        rule.propose(Candidates.whole(np.zeros((1, 3), np.float32)), HISTORY, ())
     with pytest.raises(SamplingError):
-        rule.judge(Proposal(), np.zeros((1, 3), np.float32), HISTORY)
+        rule.judge(Proposal(), Candidates.whole(np.zeros((1, 3), np.float32)), HISTORY)
 
 
 @pytest.mark.parametrize("kind", range(3), ids=["rejection", "coupled", "greedy"])
@@ -452,7 +456,7 @@ def test_no_token_left_behind_a_token_that_is_refused_is_no_error(kind: int) -> 
     """Nothing may follow token 0, and the target never says it: alone it would write on, so it must with any proposal."""
     rule = rules_over(sampler_of({"words": ((0, 0), (0, 1), (0, 2))}))[kind]
     logits = np.array([[-math.inf, 5, -math.inf], [1, 2, 3]], np.float32)
-    done = rule.judge(Proposal((0,)), logits, HISTORY)
+    done = rule.judge(Proposal((0,)), Candidates.whole(logits), HISTORY)
     assert (done.num_accepted, done.next_token) == (0, 1)
 
 
@@ -460,7 +464,7 @@ def test_no_token_left_behind_a_token_that_is_refused_is_no_error(kind: int) -> 
 def test_no_token_left_behind_a_token_that_is_accepted_is_an_error_of_the_next_round(kind: int) -> None:
     rule = rules_over(sampler_of({"words": ((1, 0), (1, 1), (1, 2))}))[kind]
     logits = np.array([[-math.inf, 5, -math.inf], [1, 2, 3]], np.float32)
-    done = rule.judge(Proposal((1,)), logits, (0, 0))
+    done = rule.judge(Proposal((1,)), Candidates.whole(logits), (0, 0))
     assert (done.num_accepted, done.next_token) == (1, None)
     with pytest.raises(SamplingError):
-        rule.judge(Proposal(), logits[1:], (0, 0, 1))
+        rule.judge(Proposal(), Candidates.whole(logits[1:]), (0, 0, 1))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import runtime.decoder
 from runtime.acceptance import GreedyRule
+from runtime.candidates import Candidates, Columns
 from runtime.decoder import Cancelled, Decoder
 from runtime.draft_decoder import DraftDecoder
 from runtime.draft_vocabulary import DraftVocabulary, Spelling, draft_length
@@ -55,6 +56,14 @@ def expanded(row: np.ndarray, to_target: Sequence[int] = TO_TARGET) -> np.ndarra
     return whole
 
 
+def over_target(candidates: Candidates) -> np.ndarray:
+    """A row of candidates as wide as the target's, once their columns have been looked at."""
+    token_ids = candidates.columns.token_ids
+    assert candidates.rows.shape == (1, candidates.columns.count)
+    assert token_ids is None or (np.diff(token_ids) > 0).all()
+    return candidates.over(Columns(TARGET), -np.inf)[0]
+
+
 def draft_decoder(model: FakeModel, vocabulary: DraftVocabulary, max_length: int = 200) -> DraftDecoder:
     return DraftDecoder(Decoder(model, max_length, num_rows=1), vocabulary)
 
@@ -79,11 +88,11 @@ def test_a_row_is_that_of_the_spelled_text(text: list[int], prefix: tuple[int, .
         decoder = draft_decoder(model, vocabulary)
         for part in (text[:cut], text[cut:]):
             if part and decoder.takes(part):
-                logits = decoder.forward(part, 1)
+                logits = decoder.candidates(part, 1)
                 check(decoder, prefix)
         if decoder.tokens == text:
-            assert np.array_equal(logits[0], expected)
-            assert (logits.shape, logits.dtype) == ((1, TARGET), np.float32)
+            assert np.array_equal(over_target(logits), expected)
+            assert logits.rows.dtype == np.float32
         else:
             assert not spelled(text[:cut], prefix), "only a beginning that spells nothing is not taken alone"
 
@@ -93,7 +102,7 @@ def test_nothing_is_proposed_behind_nothing() -> None:
     assert not decoder.takes([3])
     assert not decoder.takes([3, 12])
     assert decoder.takes([3, 12, 0])
-    decoder.forward([3, 12, 0], 1)
+    decoder.candidates([3, 12, 0], 1)
     assert decoder.takes([3])
     decoder.rewind_to(2)
     check(decoder)
@@ -104,11 +113,11 @@ def test_nothing_is_proposed_behind_nothing() -> None:
 def test_a_token_that_is_not_read_costs_one_pass_and_no_room() -> None:
     model = FakeModel(DRAFT)
     decoder = draft_decoder(model, vocabulary_of(), max_length=4)
-    decoder.forward([0, 15], 1)
+    decoder.candidates([0, 15], 1)
     model.calls.clear()
     for _ in range(3):
         assert decoder.takes([12])
-        decoder.forward([12], 1)
+        decoder.candidates([12], 1)
     assert model.calls == [(1, 3, 1)] * 3  # the last token that was spelled, again
     assert not decoder.takes([0])
 
@@ -127,7 +136,7 @@ def test_a_cut_head_reads_what_its_embedding_has() -> None:
     text = [13, 2, 13]
     assert decoder.takes(text)
     row = model.logits(text)[CUT.to_target]
-    assert np.array_equal(decoder.forward(text, 1)[0], expanded(row, CUT.to_target.tolist()))
+    assert np.array_equal(over_target(decoder.candidates(text, 1)), expanded(row, CUT.to_target.tolist()))
     assert not decoder.takes([14])
 
 
@@ -205,13 +214,13 @@ def read_both(
         other = decoder.fork()
         for part in (text[::-1], text):
             if other.takes(part):
-                other.forward(part, 1)
+                other.candidates(part, 1)
         check(other, prefix)
     if not decoder.takes(text):
         assert not spelled([*read, *text], prefix)
         return read
-    logits = decoder.forward(text, 1)
-    assert np.array_equal(logits[0], expanded(model.logits(spelled([*read, *text], prefix))))
+    logits = decoder.candidates(text, 1)
+    assert np.array_equal(over_target(logits), expanded(model.logits(spelled([*read, *text], prefix))))
     return [*read, *text]
 
 
@@ -222,7 +231,7 @@ def interrupted(decoder: DraftDecoder, model: FakeModel, text: list[int], how: s
         decoder.cancel = SetAfter(len(text) % 4) if how == "cancel" else None
         model.broken_at = None if how == "cancel" else len(spelled(whole, decoder._vocabulary.spelling.prefix)) - 1
         try:
-            decoder.forward(text, 1)
+            decoder.candidates(text, 1)
         except (Cancelled, LogitsError):
             assert len(decoder.tokens) <= len(whole)
         decoder.cancel = model.broken_at = None
@@ -236,7 +245,7 @@ def test_a_cancelled_reading_is_not_begun_anew() -> None:
     decoder = draft_decoder(model, vocabulary_of())
     decoder.begin([11, 15, 11, 15, 0], SetAfter(3))
     with pytest.raises(Cancelled):
-        decoder.forward([11, 15, 11, 15, 0], 1)
+        decoder.candidates([11, 15, 11, 15, 0], 1)
     assert decoder.tokens == [11, 15]  # seven of the nine ids that were cached
     check(decoder)
 
@@ -340,9 +349,9 @@ def test_what_a_cut_head_proposes_is_judged_by_the_row_it_was_drawn_from() -> No
     assert len(tokens) > 2
     for done in rounds:
         for token, row in zip(done.proposal.tokens, done.proposal.probs, strict=True):
-            assert set(np.flatnonzero(row)) <= set(CUT.to_target.tolist())
-            assert row[token] > 0
-            assert row.sum() == pytest.approx(1, abs=1e-6)
+            assert set(row.columns.tokens(np.flatnonzero(row.rows[0]))) <= set(CUT.to_target.tolist())
+            assert row.number(0, token) > 0
+            assert row.rows.sum() == pytest.approx(1, abs=1e-6)
 
 
 def test_a_fork_of_a_session_goes_on_with_what_the_draft_has_read() -> None:
@@ -375,7 +384,7 @@ def test_behind_a_gap_the_draft_goes_on_from_what_it_has_read() -> None:
     ):
         drafter.rewind_to(len(sequence) - 1 if len(sequence) < 33 else 29)
         logits = drafter.logits(sequence, block)
-        assert np.array_equal(logits[0], expanded(model.logits(spelled(read, [9]))))
+        assert np.array_equal(over_target(logits), expanded(model.logits(spelled(read, [9]))))
 
 
 @pytest.mark.parametrize("context_length", [4, 9, 30, 60])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.candidates import Candidates, Columns
 from runtime.draft_vocabulary import DraftVocabulary, Spelling, draft_length
 from runtime.errors import BundleError
 from tests.fakes import FakeModel
@@ -38,10 +39,14 @@ def arrays(vocabulary: DraftVocabulary) -> list[list[int]]:
 @pytest.mark.parametrize(("vocabulary", "places"), [(VOCABULARY, {3: 0, 0: 2, 5: 4}), (CUT, {4: 0, 0: 1, 1: 2})])
 def test_a_logit_goes_to_the_token_its_column_stands_for(vocabulary: DraftVocabulary, places: dict[int, int]) -> None:
     logits = np.arange(10, 10 + 2 * len(vocabulary.to_target), dtype=np.float32).reshape(2, -1)
-    rows = np.full((2, 6), np.nan, np.float32)
-    vocabulary.expand(logits, rows)
-    for row, own in zip(rows, logits, strict=True):
-        assert row.tolist() == [own[places[token]] if token in places else -np.inf for token in range(6)]
+    found = vocabulary.translate(Candidates.whole(logits))
+    assert found.columns.tokens(np.arange(found.columns.count)) == sorted(places)
+    assert found.rows.tolist() == [[own[places[token]] for token in sorted(places)] for own in logits]
+    if -1 not in vocabulary.to_target:  # only of such a draft, some columns alone
+        some = vocabulary.translate(Candidates(logits[:, [0, 2]], Columns.of(np.array([0, 2]))))
+        tokens = sorted(vocabulary.to_target[[0, 2]].tolist())
+        assert some.columns.tokens(np.arange(2)) == tokens
+        assert some.rows.tolist() == [[own[places[token]] for token in tokens] for own in logits]
 
 
 class TranslatedWorld(World):
@@ -54,9 +59,8 @@ class TranslatedWorld(World):
     def logits(self, model: str, text: tuple[int, ...]) -> np.ndarray:
         if (model, text) not in self._logits and model == "draft":
             own = 1.5 * np.random.default_rng([7, *text]).standard_normal((1, len(self._vocabulary.to_target)))
-            row = np.empty((1, self.vocab_size), np.float32)
-            self._vocabulary.expand(own.astype(np.float32), row)
-            self._logits[model, text] = row
+            translated = self._vocabulary.translate(Candidates.whole(own.astype(np.float32)))
+            self._logits[model, text] = translated.over(Columns(self.vocab_size), -np.inf)
         return super().logits(model, text)
 
 

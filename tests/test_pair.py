@@ -8,6 +8,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from runtime.acceptance import CoupledRule, GreedyRule, Proposal, RejectionRule
+from runtime.candidates import Candidates
 from runtime.errors import PromptError
 from runtime.noise import ExponentialNoise
 from runtime.pair import DRAFTERS, MAX_NUM_DRAFT_TOKENS, DecoderPair
@@ -133,9 +134,9 @@ def test_before_the_fewest_tokens_nothing_ends_a_text() -> None:
     logits[0, [5, 7, 9]] = 3, 2, 1
     rule = pair().acceptance_rule(params, prompt_length=3)
     for new, best in ((0, 9), (1, 9), (2, 5)):
-        assert rule.judge(Proposal(), logits, [1, 2, 3, 4, 4][: 3 + new]).next_token == best
+        assert rule.judge(Proposal(), Candidates.whole(logits), [1, 2, 3, 4, 4][: 3 + new]).next_token == best
     ignoring = pair().acceptance_rule(SamplingParams(min_new_tokens=2, ignore_eos=True), prompt_length=3)
-    assert ignoring.judge(Proposal(), logits, [1, 2, 3]).next_token == 5
+    assert ignoring.judge(Proposal(), Candidates.whole(logits), [1, 2, 3]).next_token == 5
 
 
 # --- how tokens are chosen --------------------------------------------------------------------------------------------
@@ -161,7 +162,10 @@ def test_the_rule_of_a_text(params: SamplingParams, kind: type) -> None:
 def test_a_seed_repeats_the_draws_and_none_is_fresh(acceptance: str) -> None:
     def tokens(seed: int | None) -> list[int]:
         rule = pair().acceptance_rule(SamplingParams(temperature=3.0, seed=seed, acceptance=acceptance), 1)
-        return [rule.judge(Proposal(), np.zeros((1, 62), np.float32), [0] * place).next_token for place in range(1, 9)]
+        return [
+            rule.judge(Proposal(), Candidates.whole(np.zeros((1, 62), np.float32)), [0] * place).next_token
+            for place in range(1, 9)
+        ]
 
     assert tokens(3) == tokens(3)
     assert len({tuple(tokens(seed)) for seed in (3, 4, None, None)}) == 4
@@ -169,7 +173,7 @@ def test_a_seed_repeats_the_draws_and_none_is_fresh(acceptance: str) -> None:
 
 def test_the_noise_is_that_of_the_seed_and_the_place() -> None:
     rule = pair().acceptance_rule(SamplingParams(temperature=1.0, seed=8, acceptance="coupled"), 3)
-    found = rule.judge(Proposal(), np.zeros((1, 62), np.float32), [0] * 7).next_token
+    found = rule.judge(Proposal(), Candidates.whole(np.zeros((1, 62), np.float32)), [0] * 7).next_token
     assert found == ExponentialNoise(8).row(7, 62).argmin()
 
 
@@ -195,7 +199,7 @@ def test_bad_words_are_runs_of_tokens(params: SamplingParams, behind_c: set[int]
     for before, forbidden in ((2, behind_c), (12, behind_spaced_c)):
         for token in range(20):
             logits = np.eye(20, dtype=np.float32)[token : token + 1]
-            chosen = rule.judge(Proposal(), logits, [before]).next_token
+            chosen = rule.judge(Proposal(), Candidates.whole(logits), [before]).next_token
             assert (chosen == token) == (token not in forbidden)
 
 
@@ -215,4 +219,4 @@ def test_a_bad_word_of_white_space_does_not_forbid_the_space() -> None:
     letters = DecoderPair(FakeModel(4), None, Tokenizer(raw.to_str()), frozenset(), "off", 0)
     rule = letters.acceptance_rule(SamplingParams(bad_words=["\n"]), 1)
     for token, said in enumerate((0, 0, 2, 3)):
-        assert rule.judge(Proposal(), np.eye(4, dtype=np.float32)[token : token + 1], [0]).next_token == said
+        assert rule.judge(Proposal(), Candidates.whole(np.eye(4, dtype=np.float32)[token : token + 1]), [0]).next_token == said

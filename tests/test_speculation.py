@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from runtime.acceptance import AcceptanceRule, CoupledRule, GreedyRule, Proposal, RejectionRule
+from runtime.candidates import Candidates
 from runtime.decoder import Decoder
 from runtime.noise import ExponentialNoise
 from runtime.sampling import Sampler
@@ -66,7 +67,7 @@ def test_the_target_sees_what_it_lacks_and_the_proposal_in_one_pass(cached: int,
     assert model.calls == [(cached, 3 - cached + k, k + 1)]
     assert target.tokens == [1, 2, 3, 5, 6, 7, 8][: 3 + k]
     assert drafter.asked == [((1, 2, 3), 4)]
-    assert done.logits.shape == (k + 1, 16)
+    assert done.logits.rows.shape == (k + 1, 16)
 
 
 def test_with_nothing_to_propose_the_drafter_is_not_asked() -> None:
@@ -81,23 +82,23 @@ def test_every_row_is_the_targets_at_its_place(cached: int) -> None:
     model, proposed = FakeModel(seed=2), [5, 6, 5, 1]
     done, _ = run(model, ScriptedDrafter(proposed), cached=cached)
     expected = [model.logits([*PROMPT, *proposed[:i]]) for i in range(5)]
-    assert np.array_equal(done.logits, expected)
+    assert np.array_equal(done.logits.rows, expected)
 
 
 def test_the_round_judges_with_the_drafts_own_rows_and_its_own_uniforms() -> None:
     model, draft_rows, accepted = FakeModel(seed=2), np.full((2, 16), 0.02, np.float32), set()
     proposed = greedy_text(model, PROMPT, 2)
     draft_rows[[0, 1], proposed] = 0.7
+    drawn_from = [Candidates.whole(row[None]) for row in draft_rows]
     for seed in range(20):
-        done, _ = run(
-            model, ScriptedDrafter(proposed, draft_rows), RejectionRule(sampler(SAMPLED), np.random.default_rng(seed))
-        )
+        rule = RejectionRule(sampler(SAMPLED), np.random.default_rng(seed))
+        done, _ = run(model, ScriptedDrafter(proposed, drawn_from), rule)
         befores = [[*PROMPT, *proposed[:i]] for i in range(3)]
         target_probs = np.stack([sampler(SAMPLED).distributions(model.logits(one)[None], one, [])[0] for one in befores])
         expected = verify(proposed, draft_rows, target_probs, np.random.default_rng(seed).random(3))
         assert (done.verification.num_accepted, done.verification.next_token) == (expected.num_accepted, expected.next_token)
         assert np.array_equal(done.verification.drawing.target_probs, target_probs)
-        assert done.proposal.probs is draft_rows
+        assert done.proposal.probs is drawn_from
         accepted.add(expected.num_accepted)
     assert len(accepted) > 1
 
@@ -135,5 +136,5 @@ def test_a_round_commits_nothing() -> None:
 
 @pytest.mark.parametrize(("num_accepted", "tokens"), [(0, (9,)), (2, (5, 6, 9)), (3, (5, 6, 7, 9))])
 def test_tokens_of_a_round(num_accepted: int, tokens: tuple[int, ...]) -> None:
-    done = Round(Proposal((5, 6, 7)), np.zeros((4, 16), np.float32), Verification(num_accepted, 9))
+    done = Round(Proposal((5, 6, 7)), Candidates.whole(np.zeros((4, 16), np.float32)), Verification(num_accepted, 9))
     assert done.tokens == tokens

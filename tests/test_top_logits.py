@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from runtime.candidates import Columns
 from runtime.decoder import Cancelled, Decoder
 from runtime.draft_vocabulary import DraftVocabulary
 from runtime.errors import LogitsError
@@ -18,7 +19,7 @@ from runtime.pass_costs import PassCosts
 from runtime.sampling_params import SamplingParams
 from runtime.session import Session
 from runtime.steps import SteppedModel
-from runtime.top_logits import SPARE, TopLogits, TopRows
+from runtime.top_logits import SPARE, TopLogits
 from tests.fakes import FakeContext, FakeModel, fake_tokenizer
 
 PROMPT = [1, 2, 3, 1, 2]
@@ -187,9 +188,9 @@ def test_broken_logits_are_refused_and_the_cache_is_as_before(value: float) -> N
     model = DeviceModel(broken_at=5, broken_value=value)
     decoder = Decoder(model, 40, num_rows=4)
     decoder.begin([1], None, 1)
-    decoder.forward([1, 2, 3], 1)
+    decoder.candidates([1, 2, 3], 1)
     with pytest.raises(LogitsError, match="NaN or infinite logits at position 6: "):
-        decoder.forward([4, 5, 6], 2)
+        decoder.candidates([4, 5, 6], 2)
     assert decoder.tokens == [1, 2, 3]
     with pytest.raises(LogitsError, match="NaN or infinite logits at position "):
         decoder.chain([4, 5], 3)
@@ -288,16 +289,18 @@ def test_passes_in_steps_bring_no_more(rule: str) -> None:
     assert (found.stats.top_logits, expected.stats.top_logits) == (num_top, 0)
 
 
-def test_rows_are_filled_and_cleared_place_by_place() -> None:
-    random, rows = np.random.default_rng(3), TopRows(50)
+def test_rows_have_a_column_for_what_any_of_them_brought() -> None:
+    random = np.random.default_rng(3)
     for count, width in ((2, 4), (5, 1), (1, 9), (5, 3), (3, 3)):
         tokens = np.stack([random.permutation(50)[:width] for _ in range(count)])
         logits = random.normal(size=(count, width)).astype(np.float32)
         expected = np.full((count, 50), -np.inf, np.float32)
         for row, places, values in zip(expected, tokens, logits, strict=True):
             row[places] = values
-        assert np.array_equal(rows.fill(TopLogits(tokens, logits, np.ones(count, np.float32))), expected)
-        tokens[:] = 0  # a context's next pass overwrites what it gave
+        found = TopLogits(tokens, logits, np.ones(count, np.float32)).candidates()
+        assert found.columns.token_ids.tolist() == sorted(set(tokens.ravel().tolist()))
+        logits[:], tokens[:] = 0, 0  # a context's next pass overwrites what it gave
+        assert np.array_equal(found.over(Columns(50), -np.inf), expected)
 
 
 @pytest.mark.parametrize(("logits", "holds"), [([5, 4, 3], True), ([5, 4, 4], False), ([5, 5, 4], True), ([4, 4, 4], False)])

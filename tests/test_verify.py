@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.verify import (
-    Drawing,
     Verification,
     acceptance_probability,
     draw,
@@ -94,7 +93,9 @@ def test_equal_rows_have_the_target_itself_as_residual() -> None:
 
 def test_an_empty_proposal_draws_from_the_target() -> None:
     target_probs, uniforms = np.array([TARGET]), [0.84]
-    assert verify([], None, target_probs, uniforms) == Verification(0, C, Drawing(target_probs, uniforms, (), None))
+    done = verify([], None, target_probs, uniforms)
+    assert (done.num_accepted, done.next_token, done.drawing.residual) == (0, C, None)
+    assert (done.drawing.target_probs, done.drawing.uniforms, done.drawing.columns.count) == (target_probs, uniforms, 5)
     # One uniform, and no more: which it is does not matter to a proposal of nothing.
     assert verify([], np.empty((0, 5)), target_probs, uniforms).next_token == C
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.candidates import Candidates, Columns
 from runtime.decoder import Decoder
 from runtime.draft_decoder import DraftDecoder
 from runtime.draft_policy import MAX_NUM_DRAFT_TOKENS
@@ -90,8 +91,8 @@ class SampledLaw:
         ]
         verdicts += self._judge(target_law(target, tokens, self.params, self.positions), counts)
         if self.positions == 1 and self.drafter == "model" and draft is not None and proposed:
-            row = _row(draft, tokens) if vocabulary is None else _translated_row(draft, vocabulary, tokens)
-            verdicts.append(self._judge_acceptance(target, row, tokens, first_accepted / self.samples))
+            logits = _draft_logits(draft, vocabulary, tokens)
+            verdicts.append(self._judge_acceptance(target, logits, tokens, first_accepted / self.samples))
         return verdicts
 
     def _sample(self, session: Session, prompt: Sequence[int], seed: int) -> tuple[tuple[int, ...], list[Round]]:
@@ -146,7 +147,7 @@ class SampledLaw:
         ]
 
     def _judge_acceptance(
-        self, target: ReplayedModel, draft_logits: NDArray[np.float32], prompt: Sequence[int], acceptance_rate: float
+        self, target: ReplayedModel, draft_logits: Candidates, prompt: Sequence[int], acceptance_rate: float
     ) -> Verdict:
         """Compares how often the first proposed token is accepted with what the two rows say.
 
@@ -155,9 +156,9 @@ class SampledLaw:
         """
         sampler = Sampler(self.params, prompt_length=len(prompt))
         target_row = sampler.distributions(_row(target, prompt), prompt, ())[0].astype(np.float64)
-        draft_row = sampler.distributions(draft_logits, prompt, ())[0].astype(np.float64)
-        width = min(len(target_row), len(draft_row))
-        most = float(np.minimum(target_row[:width], draft_row[:width]).sum())
+        draft = sampler.admitted(draft_logits.below(len(target_row)))
+        draft_probs = Candidates(sampler.distributions(draft.rows, prompt, ()), draft.columns)
+        most = float(np.minimum(target_row, draft_probs.over(Columns(len(target_row)), 0)[0]).sum())
         least = most if self.params.acceptance == "rejection" else most / (2 - most)
         reach = math.sqrt(math.log(2 / FALSE_ALARM) / (2 * self.samples))
         bounds = f"{most:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
@@ -192,9 +193,11 @@ def _row(model: ReplayedModel, text: Sequence[int]) -> NDArray[np.float32]:
     return model.rows(np.array(text, np.int64), 1)[0][None]
 
 
-def _translated_row(model: ReplayedModel, vocabulary: DraftVocabulary, text: Sequence[int]) -> NDArray[np.float32]:
+def _draft_logits(model: ReplayedModel, vocabulary: DraftVocabulary | None, text: Sequence[int]) -> Candidates:
+    if vocabulary is None:
+        return Candidates.whole(_row(model, text))
     length = min(model.spec.context_length, draft_length(len(text) + MAX_NUM_DRAFT_TOKENS, vocabulary))
-    return DraftDecoder(Decoder(model, length, num_rows=1), vocabulary).forward(text, 1)
+    return DraftDecoder(Decoder(model, length, num_rows=1), vocabulary).candidates(text, 1)
 
 
 def _positions(count: int) -> str:

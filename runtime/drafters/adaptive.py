@@ -1,6 +1,7 @@
 """Whatever pays: lookup, the draft model, both or nothing, and as many tokens as are worth their cost."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,9 @@ from runtime.pass_costs import PassCosts
 
 from .lookup import LookupDrafter
 from .model import DraftedToken, ModelDrafter
+
+if TYPE_CHECKING:
+    from runtime.candidates import Candidates
 
 MODEL_PRIOR = 0.8
 # By the number of tokens that matched, the last one for all longer matches.
@@ -89,7 +93,7 @@ class AdaptiveDrafter:
         self._lookup.extend(sequence)
         self._kinds, self._spent = [], 0.0
         tokens: list[int] = []
-        rows: list[NDArray[np.float32] | None] = []
+        rows: list[Candidates | None] = []
         reach = 1.0
         while len(tokens) < num_tokens:
             found = self._lookup.next_token(sequence, tokens)
@@ -146,7 +150,7 @@ class AdaptiveDrafter:
             return None
         self._model_has_read = True
         self._spent += reading + seconds
-        kind = _confidence_kind(logits[0], model.last_total)
+        kind = _confidence_kind(logits.rows[0], model.last_total)
         if not policy.worth(len(block), self._spent, reach, self._model_rates.rate(kind), seconds, num_tokens, drafted=1):
             return None
         drafted = model.choose(logits, sequence, block)
@@ -179,7 +183,7 @@ def _confidence_kind(logits: NDArray[np.float32], total: float | None = None) ->
     """Returns the class of the model's own probability for its most probable token.
 
     Args:
-        logits: float32 [vocab_size].
+        logits: float32 [columns].
         total: The sum of exp(logit - largest), where the logits are not all there to be summed.
     """
     if total is None:

@@ -9,8 +9,7 @@ from .lookup import LookupDrafter
 from .model import ModelDrafter
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from runtime.candidates import Candidates
 
 
 class HybridDrafter:
@@ -40,7 +39,7 @@ class HybridDrafter:
         """Looks up what it can, and lets the model say what it cannot."""
         self._lookup.extend(sequence)
         tokens: list[int] = []
-        rows: list[NDArray[np.float32] | None] = []
+        rows: list[Candidates | None] = []
         while len(tokens) < num_tokens:
             if (found := self._lookup.next_token(sequence, tokens)) is not None:
                 tokens.append(found[0])

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from runtime.acceptance import AcceptanceRule, Proposal
+from runtime.candidates import Candidates
 from runtime.decoder import Decoder
 from runtime.draft_decoder import DraftDecoder
 from runtime.errors import SamplingError
@@ -18,12 +16,12 @@ class DraftedToken:
 
     Attributes:
         token: Its id.
-        row: float32 [vocab_size], the distribution it was drawn from; None where it was chosen.
+        row: The distribution it was drawn from; None where it was chosen.
         ends_text: Whether nothing is worth proposing behind it.
     """
 
     token: int
-    row: NDArray[np.float32] | None
+    row: Candidates | None
     ends_text: bool
 
 
@@ -40,7 +38,7 @@ class ModelDrafter:
         Args:
             decoder: The draft model, reading the target's tokens; what it has cached must be a beginning of the sequence.
             rule: How the generation's tokens are chosen.
-            target_vocab_size: Width of the target's rows; the draft's are cut or filled up to it (padded vocabularies).
+            target_vocab_size: Width of the target's rows; what the draft has beyond it is never proposed (padded vocabularies).
             end_token_ids: Ids behind which nothing is worth proposing.
         """
         self._decoder = decoder
@@ -74,7 +72,7 @@ class ModelDrafter:
         if self._chooses_largest and isinstance(self._decoder, Decoder) and self._decoder.can_chain:
             return Proposal(tuple(self._chain(self._decoder, sequence, num_tokens)))
         tokens: list[int] = []
-        rows: list[NDArray[np.float32] | None] = []
+        rows: list[Candidates | None] = []
         while len(tokens) < num_tokens and (drafted := self.next_token(sequence, tokens)) is not None:
             tokens.append(drafted.token)
             rows.append(drafted.row)
@@ -96,20 +94,20 @@ class ModelDrafter:
                 self._decoder.rewind_to(self._gap_start)
             self._gap_start, self._gap_end = self._decoder.past_length, len(sequence) - num_tokens
 
-    def logits(self, sequence: Sequence[int], block: Sequence[int]) -> NDArray[np.float32] | None:
+    def logits(self, sequence: Sequence[int], block: Sequence[int]) -> Candidates | None:
         """Reads what it has not read, and returns its logits behind sequence and block.
 
         Returns:
-            float32 [1, target_vocab_size], a view that the next call overwrites; None where the draft's context ends, where
-            it does not have a token, or none of those so far.
+            One row, a view that the next call overwrites; None where the draft's context ends, where it does not have a token,
+            or none of those so far.
         """
         past = self._read()
         unread = [*sequence[past:], *block[max(0, past - len(sequence)) :]]
         if not self._decoder.takes(unread):
             return None
-        return self._fit(self._decoder.forward(unread, 1))
+        return self._decoder.candidates(unread, 1).below(self._target_vocab_size)
 
-    def choose(self, logits: NDArray[np.float32], sequence: Sequence[int], block: Sequence[int]) -> DraftedToken | None:
+    def choose(self, logits: Candidates, sequence: Sequence[int], block: Sequence[int]) -> DraftedToken | None:
         """Chooses the token behind sequence and block from its logits; None where the sampling rules leave none."""
         try:
             token, row = self._rule.propose(logits, sequence, block)
@@ -146,10 +144,3 @@ class ModelDrafter:
     def _read(self) -> int:
         """Returns how far into the text the model has read, a gap counted as if it had."""
         return self._decoder.past_length + (self._gap_end - self._gap_start)
-
-    def _fit(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Cuts or fills rows to the target's width; a token the draft does not have cannot be proposed."""
-        surplus = self._target_vocab_size - logits.shape[1]
-        if surplus <= 0:
-            return logits[:, : self._target_vocab_size]
-        return np.pad(logits, ((0, 0), (0, surplus)), constant_values=-np.inf)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.acceptance import GreedyRule, Proposal
+from runtime.candidates import Candidates
 from runtime.decoder import Decoder
 from runtime.drafters import AdaptiveDrafter, Drafter, LookupDrafter, ModelDrafter
 from runtime.drafters.adaptive import _confidence_kind
@@ -68,9 +69,9 @@ def drop_what_is_improbable(patch: pytest.MonkeyPatch) -> None:
     """A drawn token is looked at, and not proposed where the draft itself thought little of it."""
     choose = ModelDrafter.choose
 
-    def mutated(drafter: ModelDrafter, logits: np.ndarray, sequence: Sequence[int], block: Sequence[int]) -> object:
+    def mutated(drafter: ModelDrafter, logits: Candidates, sequence: Sequence[int], block: Sequence[int]) -> object:
         drafted = choose(drafter, logits, sequence, block)
-        return None if drafted is None or drafted.row[drafted.token] < 0.3 else drafted
+        return None if drafted is None or drafted.row.number(0, drafted.token) < 0.3 else drafted
 
     patch.setattr(ModelDrafter, "choose", mutated)
 

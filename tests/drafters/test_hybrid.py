@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from runtime.acceptance import AcceptanceRule, GreedyRule, Proposal, RejectionRule
+from runtime.candidates import Candidates
 from runtime.decoder import Decoder
 from runtime.drafters import Drafter, HybridDrafter, LookupDrafter, ModelDrafter
 from runtime.generator import Generator
 from runtime.pass_costs import PassCosts
-from runtime.sampling import Logits, Sampler
+from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from tests.fakes import FakeModel, fake_generator, greedy_text
 from tests.plain_decoding import plain_lookup
@@ -51,7 +52,7 @@ class Branching(RejectionRule):
     def random(self) -> float:
         return self._left.pop(0)
 
-    def propose(self, logits: Logits, history: Sequence[int], block: Sequence[int]) -> tuple[int, np.ndarray | None]:
+    def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         if not self._left:
             raise Asked(tuple(block))
         return super().propose(logits, history, block)

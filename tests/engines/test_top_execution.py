@@ -176,7 +176,7 @@ def test_host_memory_for_whole_rows_is_taken_when_they_are_first_asked_for(bundl
     decoder = Decoder(load(bundle), CONTEXT, num_rows=5)
     decoder.begin(PROMPT, None, 1)
     taken = sum(block.size for block in cudart._pinned.values())
-    decoder.forward(PROMPT, 2)
+    decoder.candidates(PROMPT, 2)
     assert sum(block.size for block in cudart._pinned.values()) == taken
     decoder.begin(PROMPT, None)
     decoder.forward(PROMPT[-1:], 1)

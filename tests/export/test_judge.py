@@ -22,6 +22,7 @@ from export.judge import FILTERS, Form, append_choice, build_judge
 from export.sampling_nodes import MAX_VOCAB_SIZE, OPSET, Nodes, as_fraction, as_probabilities, draw, fraction_of, smallest_kept
 from runtime import filters
 from runtime.acceptance import AcceptanceRule, CoupledRule, GreedyRule, Proposal, RejectionRule
+from runtime.candidates import Candidates
 from runtime.noise import ExponentialNoise
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
@@ -71,7 +72,9 @@ class Case:
     noise: ExponentialNoise
 
     def by_runtime(self, form: Form) -> Outcome:
-        done = rule_of(form, self.params, self.uniforms, self.noise).judge(self.proposal, self.logits, HISTORY)
+        done = rule_of(form, self.params, self.uniforms, self.noise).judge(
+            self.proposal, Candidates.whole(self.logits), HISTORY
+        )
         assert done.next_token is not None
         return done.num_accepted, done.next_token
 
@@ -85,7 +88,7 @@ class Case:
             "target_logits": [*self.logits, *[no_row] * (k - n)],
             "draft_tokens": [*self.proposal.tokens, *[-(2**40)] * (k - n)],
             "num_proposed": n,
-            "draft_probs": np.reshape([no_row if row is None else row for row in probs], (k, vocab_size)),
+            "draft_probs": np.reshape([no_row if row is None else row.rows[0] for row in probs], (k, vocab_size)),
             "drawn": [row is not None for row in probs],
             "uniforms": [*map(as_fraction, self.uniforms), *[-1] * (k - n)],
             "noise": [*noise, *[no_row] * (k - n)],
@@ -128,12 +131,14 @@ def random_case(form: Form, random: np.random.Generator, vocab_size: int) -> Cas
     """Draws a round whose draft is like the target, or unlike it, or a lookup."""
     params, noise = random_params(random, vocab_size), ExponentialNoise(int(random.integers(1000)))
     tokens: list[int] = []
-    rows: list[np.ndarray | None] = []
+    rows: list[Candidates | None] = []
     logits = [random_row(random, vocab_size)]
     unlikeness = random.choice([0, 0.1, 1])
     for _ in range(random.integers(K + 1)):
         draft_logits = logits[-1] + (unlikeness * random.normal(size=vocab_size)).astype(np.float32)
-        token, row = rule_of(form, params, random.random(1), noise).propose(draft_logits[None], HISTORY, tokens)
+        token, row = rule_of(form, params, random.random(1), noise).propose(
+            Candidates.whole(draft_logits[None]), HISTORY, tokens
+        )
         if random.random() < 0.2:
             token, row = int(random.integers(vocab_size)), None
         tokens.append(token)
@@ -218,7 +223,7 @@ def test_a_token_is_accepted_up_to_nearly_the_same_uniform(seed: int) -> None:
     target = draft + random.normal(0, 0.5, (2, 50)).astype(np.float32)
     params = SamplingParams(temperature=0.8)
     (target_row, _), (draft_row, _) = (Sampler(params).distributions(rows, HISTORY, []) for rows in (target, draft))
-    proposal = Proposal.of((int((target_row / draft_row).argmin()),), (draft_row,))
+    proposal = Proposal.of((int((target_row / draft_row).argmin()),), (Candidates.whole(draft_row[None]),))
 
     def changed(uniform: float) -> Case:
         return Case(params, target, proposal, np.array([uniform, 0.5]), ExponentialNoise(0))
@@ -277,7 +282,8 @@ def test_a_proposed_token_is_judged_alike_on_the_boundary_and_beside_it() -> Non
     for row, draft_row, token in itertools.product(target_rows, [*draft_rows, None], (0, 3, 4)):
         if draft_row is not None and draft_row[token] == 0:
             continue
-        proposal = Proposal.of((token,), (draft_row,))
+        drawn_from = None if draft_row is None else Candidates.whole(draft_row[None])
+        proposal = Proposal.of((token,), (drawn_from,))
         for pair in itertools.product(uniforms, uniforms[::5]):
             case = Case(params, np.stack([row, target_rows[1]]), proposal, np.array(pair), ExponentialNoise(0))
             assert case.by_graph("rejection", 1, ()) == case.by_runtime("rejection"), (row, draft_row, token, pair)
@@ -290,7 +296,7 @@ def test_a_token_that_rounding_refuses_is_replaced_from_the_targets_row() -> Non
     row = np.zeros((2, 8), np.float32)
     draft_row = np.full(8, 1 / 8, np.float32)
     draft_row[5] = np.nextafter(draft_row[5], np.float32(1))
-    proposal, params = Proposal.of((5,), (draft_row,)), SamplingParams(temperature=1.0)
+    proposal, params = Proposal.of((5,), (Candidates.whole(draft_row[None]),)), SamplingParams(temperature=1.0)
     for token in range(8):
         case = Case(params, row, proposal, np.array([LARGEST_UNIFORM, token / 8]), ExponentialNoise(0))
         assert case.by_graph("rejection", 1, ()) == case.by_runtime("rejection") == (0, token)
@@ -430,7 +436,7 @@ def test_a_draft_that_chooses_in_its_graph_proposes_what_the_runtime_would(form:
         for _ in range(4):
             place, uniform = len(HISTORY) + len(block), random.random()
             rule = rule_of(form, params, [uniform], noise)
-            expected, expected_row = rule.propose(fitted[token[0, -1:]], HISTORY, block)
+            expected, expected_row = rule.propose(Candidates.whole(fitted[token[0, -1:]]), HISTORY, block)
             inputs = {"draft_uniform": as_fraction(uniform), "draft_noise": noise.row(place, vocab_size)[None]}
             outputs = run_graph(session, inputs | inputs_of(params) | {"input_ids": token})
             named = dict(zip([value.name for value in session.get_outputs()], outputs, strict=True))
@@ -438,7 +444,7 @@ def test_a_draft_that_chooses_in_its_graph_proposes_what_the_runtime_would(form:
             assert token.shape == (1, 1)
             assert token.item() == expected
             if form == "rejection":
-                np.testing.assert_allclose(named["draft_probs"][0], expected_row, rtol=2e-6, atol=1e-12)
+                np.testing.assert_allclose(named["draft_probs"], expected_row.rows, rtol=2e-6, atol=1e-12)
                 assert named["draft_probs"][0, token.item()] > 0
             block.append(expected)
 
