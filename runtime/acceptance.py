@@ -157,8 +157,7 @@ class CoupledRule:
     def _choices(self, weights: Logits, columns: Columns, position: int) -> list[int]:
         """Chooses a token for each row, the first of which stands at `position`."""
         for row in range(len(weights)):
-            noise = self._noise.row(position + row, columns.width)
-            weights[row] /= noise if columns.token_ids is None else noise[columns.token_ids]
+            weights[row] /= self._noise.numbers(position + row, columns)
         return columns.tokens(weights.argmax(axis=1))
 
 

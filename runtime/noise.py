@@ -9,7 +9,17 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
+from .candidates import Columns
+
 _WORD = 2.0**-32
+# Of so many tokens alone, or fewer, the numbers are quicker found one by one.
+_FEW = 2048
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+# Salmon et al. 2011, table 2: multipliers, and by how much the key grows a round; two lanes.
+_MULTIPLIERS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], np.uint64)
+_ROUNDS = 10
 # The largest float32 below 1: at 1 the exponential number would be infinite, and no weight could win against it.
 _BELOW_ONE = np.float32(1 - 2.0**-24)
 
@@ -31,13 +41,27 @@ class ExponentialNoise:
         entropy = np.random.SeedSequence(seed)
         self._key = int(entropy.generate_state(1, np.uint64)[0])
         self._rows: dict[int, NDArray[np.float32]] = {}
+        self._width = 0
 
     def row(self, position: int, vocab_size: int) -> NDArray[np.float32]:
         """Returns float32 [vocab_size], above 0, for the token at `position`; kept until `forget_before`."""
+        # Draft and target may have other widths: as wide as the wider of them, it is made once.
+        self._width = max(self._width, vocab_size)
         row = self._rows.get(position)
         if row is None or len(row) < vocab_size:
-            row = self._rows[position] = self._generate(position, vocab_size)
+            row = self._rows[position] = self._generate(position, self._width)
         return row[:vocab_size]
+
+    def numbers(self, position: int, columns: Columns) -> NDArray[np.float32]:
+        """Returns float32 [columns], those of `row` for the tokens that columns stand for."""
+        token_ids = columns.token_ids
+        if token_ids is None:
+            return self.row(position, columns.width)
+        if len(token_ids) > _FEW or position in self._rows:
+            return self.row(position, columns.width)[token_ids]
+        words = _philox(token_ids.astype(np.uint64) // 8, self._key, position)
+        chosen = words[token_ids // 2 % 4, np.arange(len(token_ids))]
+        return _exponential(np.where(token_ids % 2, chosen >> _HALF, chosen & _LOW).astype(np.float32))
 
     def forget_before(self, position: int) -> None:
         """Frees the rows of earlier positions."""
@@ -48,10 +72,33 @@ class ExponentialNoise:
         words = np.random.Philox(key=np.array([self._key, position], np.uint64)).random_raw(-(-vocab_size // 2)).view(np.uint32)
         if sys.byteorder == "big":
             words = words.reshape(-1, 2)[:, ::-1].ravel()
-        uniforms = words[:vocab_size].astype(np.float32)
-        uniforms += np.float32(0.5)
-        uniforms *= np.float32(_WORD)
-        np.minimum(uniforms, _BELOW_ONE, out=uniforms)
-        np.negative(uniforms, out=uniforms)
-        np.log1p(uniforms, out=uniforms)
-        return np.negative(uniforms, out=uniforms)
+        return _exponential(words[:vocab_size].astype(np.float32))
+
+
+def _exponential(words: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Turns numbers from 0 to 2^32 into standard exponential ones, in place."""
+    words += np.float32(0.5)
+    words *= np.float32(_WORD)
+    np.minimum(words, _BELOW_ONE, out=words)
+    np.negative(words, out=words)
+    np.log1p(words, out=words)
+    return np.negative(words, out=words)
+
+
+def _philox(blocks: NDArray[np.uint64], *key: int) -> NDArray[np.uint64]:
+    """Returns uint64 [4, n], the words of some blocks of numpy's Philox stream, which counts its blocks from 1."""
+    lanes, others = np.stack([blocks + np.uint64(1), np.zeros_like(blocks)]), np.zeros((2, len(blocks)), np.uint64)
+    keys = np.array(key, np.uint64)[:, None]
+    for _ in range(_ROUNDS):
+        high, low = _product(lanes, _MULTIPLIERS)
+        lanes, others = high[::-1] ^ others ^ keys, low[::-1]
+        keys = keys + _KEY_STEPS
+    return np.stack([lanes[0], others[0], lanes[1], others[1]])
+
+
+def _product(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Returns the high and the low 64 bits of a * b."""
+    a_high, a_low, b_high, b_low = a >> _HALF, a & _LOW, b >> _HALF, b & _LOW
+    across = a_low * b_high
+    middle = (a_low * b_low >> _HALF) + (across & _LOW) + a_high * b_low
+    return a_high * b_high + (across >> _HALF) + (middle >> _HALF), a * b

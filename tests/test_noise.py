@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from runtime.candidates import Columns
 from runtime.noise import ExponentialNoise
 
 FALSE_ALARM = 1e-6
@@ -49,6 +50,26 @@ def test_a_row_is_philox_keyed_by_seed_and_position(seed: int, position: int, vo
     assert row.dtype == np.float32
     assert row.shape == (vocab_size,)
     np.testing.assert_allclose(row, plain_row(seed, position, vocab_size), rtol=LAST_BITS)
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (7, 3), (2**64 - 1, 5), (SEED, 2**40)])
+@pytest.mark.parametrize("count", [1, 8, 57, 300, 3000])
+def test_a_few_tokens_have_the_numbers_they_have_in_a_row(seed: int, position: int, count: int) -> None:
+    vocab_size = 151_936
+    token_ids = np.sort(np.random.default_rng(count).permutation(vocab_size)[:count])
+    row = ExponentialNoise(seed).row(position, vocab_size)
+    before, behind = ExponentialNoise(seed), ExponentialNoise(seed)
+    behind.row(position, vocab_size)
+    for noise in (before, behind):
+        assert np.array_equal(noise.numbers(position, Columns.of(token_ids)), row[token_ids])
+    assert np.array_equal(before.numbers(position, Columns(vocab_size)), row)
+
+
+def test_a_row_for_two_widths_is_made_once() -> None:
+    noise = ExponentialNoise(3)
+    noise.row(0, 120)
+    noise.row(1, 100)
+    assert len(noise._rows[1]) == 120
 
 
 @pytest.mark.parametrize(
