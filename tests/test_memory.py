@@ -296,11 +296,7 @@ def test_the_estimate_holds_for_a_process_without_weights_to_speak_of(tiny_bundl
 
 @pytest.mark.real_weights
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="only Linux tells a process its peak")
-def test_the_estimate_holds_for_real_weights(smollm2_gguf: Path, tmp_path: Path) -> None:
-    from export.bundle import export_bundle
-
-    export_bundle(str(smollm2_gguf), "self", tmp_path / "pair", max_length=1024)
-    export_bundle(str(smollm2_gguf), None, tmp_path / "int8", precision="int8", max_length=1024)
+def test_the_estimate_holds_for_real_weights(smollm2_bundles: Path) -> None:
     for name, drafter, length in (("pair", "model", 256), ("pair", "model", 1024), ("pair", "off", 256), ("int8", "off", 1024)):
-        measured, estimate = peak_and_estimate(tmp_path / name, drafter, length)
+        measured, estimate = peak_and_estimate(smollm2_bundles / name, drafter, length)
         assert 0.95 * measured <= estimate <= 1.15 * measured, (name, drafter, length, measured, estimate)

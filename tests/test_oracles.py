@@ -22,7 +22,7 @@ from runtime import Generator, SamplingParams
 from runtime.backend import Model
 from runtime.contract import Bundle
 from runtime.decoder import Decoder
-from runtime.manifest import load_bundle, save_bundle
+from runtime.manifest import load_bundle
 from runtime.ort.backend import OrtBackend
 from runtime.tokenizer import Tokenizer
 
@@ -74,19 +74,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """In fp32, with its own weights in int4 as the draft; the export's own checks are left to other tests."""
-    from export.bundle import _write_tokenizer, tokenizer_of
-    from export.decoders import write_decoder
-    from export.role import Role
-    from export.source import resolve_source
-
-    folder = tmp_path_factory.mktemp("smollm2")
-    source = resolve_source(str(smollm2_gguf))
-    roles = (Role("target", source, "fp32", 1024), Role("draft", source, "int4", 1024))
-    target, draft = (write_decoder(role, folder, lambda *_: None) for role in roles)
-    save_bundle(Bundle(folder, _write_tokenizer(folder, tokenizer_of(source)), target, draft, "tests"))
-    return Pair.load(folder, THREADS)
+def smollm2(smollm2_bundles: Path) -> Pair:
+    """In fp32, with its own weights in int4 as the draft."""
+    return Pair.load(smollm2_bundles / "pair", THREADS)
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_strings_and_messages_are_tokenised() -> None:
         (5, "The prompt is 5"),
         (None, "The prompt is None"),
         ({"role": "user", "content": "a"}, "The prompt is {"),
-        (iter([1, 2]), "The prompt is <"),
+        pytest.param(iter([1, 2]), "The prompt is <", id="iterator"),
         ({1, 2}, "The prompt is {1, 2}"),
         ([{"role": "user"}], "Message 0 has no 'content'"),
         ([{"role": "user", "content": "a"}, 5], "Message 1 is a int"),

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.bundle import export_bundle
 from runtime import Generator, SamplingParams
 from runtime.backend import Model
 from runtime.contract import Bundle
@@ -48,12 +47,9 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def bundles(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+def bundles(smollm2_bundles: Path) -> dict[str, Bundle]:
     """One bundle of fp32 with its int4 self as the draft, one of int8 for lookup."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    export_bundle(str(smollm2_gguf), "self", folder / "fp32", max_length=1024)
-    export_bundle(str(smollm2_gguf), None, folder / "int8", precision="int8", max_length=1024)
-    return {name: load_bundle(folder / name) for name in ("fp32", "int8")}
+    return {"fp32": load_bundle(smollm2_bundles / "pair"), "int8": load_bundle(smollm2_bundles / "int8")}
 
 
 @pytest.fixture(scope="module")

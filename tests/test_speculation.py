@@ -13,7 +13,7 @@ from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.speculation import Round, speculative_round
 from runtime.verify import Verification, verify
-from tests.fakes import FakeModel, greedy_text
+from tests.fakes import FakeModel, greedy_text, ruled
 
 PROMPT = [1, 2, 3]
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.9, repetition_penalty=1.4)
@@ -94,7 +94,7 @@ def test_the_round_judges_with_the_drafts_own_rows_and_its_own_uniforms() -> Non
         rule = RejectionRule(sampler(SAMPLED), np.random.default_rng(seed))
         done, _ = run(model, ScriptedDrafter(proposed, drawn_from), rule)
         befores = [[*PROMPT, *proposed[:i]] for i in range(3)]
-        target_probs = np.stack([sampler(SAMPLED).distributions(model.logits(one)[None], one, [])[0] for one in befores])
+        target_probs = np.stack([ruled(sampler(SAMPLED).distributions, model.logits(one)[None], one, [])[0] for one in befores])
         expected = verify(proposed, draft_rows, target_probs, np.random.default_rng(seed).random(3))
         assert (done.verification.num_accepted, done.verification.next_token) == (expected.num_accepted, expected.next_token)
         assert np.array_equal(done.verification.drawing.target_probs, target_probs)
@@ -119,7 +119,7 @@ def test_coupled_rounds_give_the_tokens_of_the_places_own_noise(num_right: int, 
     model, noise, text = FakeModel(seed=2), ExponentialNoise(4), []
     for place in range(3, 7):
         before = [*PROMPT, *text]
-        weights = sampler(SAMPLED).weights(model.logits(before)[None], before, [])[0]
+        weights = ruled(sampler(SAMPLED).weights, model.logits(before)[None], before, [])[0]
         text.append(int((weights / noise.row(place, 16)).argmax()))
     proposed = text[:num_right] + [(token + 1) % 16 for token in text[num_right:3]]
     done, _ = run(model, ScriptedDrafter(proposed), CoupledRule(sampler(SAMPLED), ExponentialNoise(4)), cached=cached)

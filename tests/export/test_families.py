@@ -50,6 +50,8 @@ def test_family_is_as_recorded_and_speculates_exactly(
 def _speculates_exactly(bundle: Path, drafter: str) -> list[int]:
     """Compares a greedy text with the same behind a draft, in a cache that is rewound between; returns it."""
     generator = Generator.from_bundle(bundle, threads=1, drafter=drafter)
+    names = generator.target.spec.names
+    assert names.num_logits_to_keep or names.logits_rows, "a prompt's pass computes one row of logits"
     plain = generator.generate(PROMPT, GREEDY, drafter="off")
     session = generator.session()
     drafted, turned, again = (session.generate(prompt, GREEDY, num_draft_tokens=3) for prompt in (PROMPT, TURNED, PROMPT))

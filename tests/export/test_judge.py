@@ -27,6 +27,7 @@ from runtime.noise import ExponentialNoise
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.verify import draw as runtime_draw
+from tests.fakes import ruled
 from tests.test_acceptance import Scripted
 
 K = 4
@@ -222,7 +223,7 @@ def test_a_token_is_accepted_up_to_nearly_the_same_uniform(seed: int) -> None:
     draft = random.normal(0, 2, (2, 50)).astype(np.float32)
     target = draft + random.normal(0, 0.5, (2, 50)).astype(np.float32)
     params = SamplingParams(temperature=0.8)
-    (target_row, _), (draft_row, _) = (Sampler(params).distributions(rows, HISTORY, []) for rows in (target, draft))
+    target_row, draft_row = (ruled(Sampler(params).distributions, rows, HISTORY, [])[0] for rows in (target, draft))
     proposal = Proposal.of((int((target_row / draft_row).argmin()),), (Candidates.whole(draft_row[None]),))
 
     def changed(uniform: float) -> Case:
@@ -455,7 +456,7 @@ def test_half_precision_logits_are_chosen_from_in_single_precision() -> None:
     append_choice(model, "rejection", 40, ())
     session, sampler = session_of(model), Sampler(SamplingParams(temperature=0.7))
     for token in range(40):
-        row = sampler.distributions(table[token : token + 1].astype(np.float32), HISTORY, [])[0]
+        row = ruled(sampler.distributions, table[token : token + 1].astype(np.float32), HISTORY, [])[0]
         inputs = {"input_ids": [[token]], "temperature": 0.7, "draft_uniform": as_fraction(0.6)}
         logits, draft_probs, chosen = run_graph(session, inputs)
         assert chosen.item() == runtime_draw(row, 0.6)

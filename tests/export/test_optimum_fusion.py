@@ -28,6 +28,7 @@ from export.role import Role
 from export.source import Source, resolve_source
 from runtime.contract import DecoderSpec
 from runtime.decoder import Decoder
+from runtime.graph_metadata import CONTEXT_LENGTH, read_metadata
 from runtime.ort.backend import OrtBackend
 
 Change = Callable[[ir.Graph], None]
@@ -298,10 +299,17 @@ BROKEN: dict[Change, str] = {
 
 @pytest.mark.parametrize(("change", "reason"), BROKEN.items(), ids=lambda item: getattr(item, "__name__", ""))
 def test_what_is_not_recognised_stays_as_it_is_and_says_so(
-    export: Export, traced: Callable[[str], Path], tmp_path: Path, probe: list[int], change: Change, reason: str
+    export: Export,
+    sources: dict[str, Source],
+    traced: Callable[[str], Path],
+    tmp_path: Path,
+    probe: list[int],
+    change: Change,
+    reason: str,
 ):
     spec, said = export("llama", change=change)
     assert spec.lowering == "growing"
+    assert read_metadata(tmp_path / spec.graph[0].path)[CONTEXT_LENGTH] == str(sources["llama"].context_length)
     (sentence,) = said
     assert re.search(reason, sentence), sentence
     expected = traced_logits(traced("llama"), probe[:40], change)

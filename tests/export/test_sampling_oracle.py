@@ -21,6 +21,7 @@ from transformers.generation.utils import GenerationMixin
 
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
+from tests.fakes import ruled
 
 PROMPT_LENGTH = 4
 END = 3
@@ -80,10 +81,10 @@ def check(params: SamplingParams, vocab_size: int, seed: int, k: int = 3) -> Non
     sampler = Sampler(params, prompt_length=PROMPT_LENGTH, end_token_ids=[END], bad_words=params.bad_words)
     expected = np.stack([oracle(logits[row], history + block[:row], params) for row in range(k + 1)])
     if params.greedy:
-        np.testing.assert_allclose(sampler.scores(logits, history, block), expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(ruled(sampler.scores, logits, history, block), expected, rtol=1e-6, atol=1e-6)
         return
     got, probabilities = (
-        sampler.distributions(logits, history, block),
+        ruled(sampler.distributions, logits, history, block),
         torch.softmax(torch.from_numpy(expected), dim=-1).numpy(),
     )
     assert np.array_equal(got > 0, probabilities > 0)
@@ -133,7 +134,7 @@ def kept(scores: list[float]) -> set[int]:
 
 
 def ours(params: SamplingParams, logits: np.ndarray, **rules: object) -> set[int]:
-    return set(np.flatnonzero(Sampler(params, **rules).distributions(logits[None], [0], [])[0]).tolist())
+    return set(np.flatnonzero(ruled(Sampler(params, **rules).distributions, logits[None], [0], [])[0]).tolist())
 
 
 def test_top_p_keeps_equal_tokens_together_where_transformers_cuts_by_place() -> None:
