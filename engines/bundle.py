@@ -10,6 +10,7 @@ from runtime.contract import Bundle, DecoderSpec
 from runtime.decoder import context_size
 from runtime.draft_policy import MAX_NUM_DRAFT_TOKENS
 from runtime.errors import BundleError
+from runtime.folder_lock import sole_use
 from runtime.steps import in_steps
 from runtime.top_logits import SPARE
 
@@ -56,8 +57,8 @@ def build_bundle_engines(
         Each decoder's record.
 
     Raises:
-        BundleError: The bundle has a decoder in no form that this TensorRT takes, or in bf16, which the GPU lacks; or as
-            build_engine raises.
+        BundleError: The bundle has a decoder in no form that this TensorRT takes, or in bf16, which the GPU lacks; another
+            process builds engines of it, or exports to it; or as build_engine raises.
         DeviceError: As build_engine raises.
         ValueError: Numbers of rows that do not fit each other.
     """
@@ -76,28 +77,32 @@ def build_bundle_engines(
     planned = {name: _plan(spec, steps[name], num_draft_tokens, max_rows) for name, spec in forms.items()}
     out = engines_folder(bundle.folder, tensorrt, compute_capability)
     staging = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        records = {}
-        for name, spec in forms.items():
-            profiles = planned[name]
-            graph, told = bundle.folder / spec.graph[0].path, functools.partial(report, name)
-            built = build_engine(tensorrt, spec, graph, compute_capability, profiles, options, told, stop)
-            engine = engine_path(staging, spec)
-            engine.parent.mkdir(parents=True, exist_ok=True)
-            engine.write_bytes(built.plan)
-            top = {}
-            for count in (each for each in TOP_COUNTS if each < spec.vocab_size):
-                plan = build_top_engine(tensorrt, spec, profiles[0].max_rows, count, compute_capability, options)
-                top_engine_path(engine, count).write_bytes(plan)
-                top[str(count)] = hashlib.sha256(plan).hexdigest()
-            records[name] = _record_of(built, tensorrt, compute_capability, spec, profiles, top)
-            records[name].save(engine)
-        shutil.rmtree(out, ignore_errors=True)
-        staging.rename(out)
-    finally:
+    refusal = BundleError(
+        f"An export to {bundle.folder}, or another build of its engines, is under way: wait until it is done, and begin anew."
+    )
+    with sole_use(bundle.folder.resolve(), refusal):
         shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            records = {}
+            for name, spec in forms.items():
+                profiles = planned[name]
+                graph, told = bundle.folder / spec.graph[0].path, functools.partial(report, name)
+                built = build_engine(tensorrt, spec, graph, compute_capability, profiles, options, told, stop)
+                engine = engine_path(staging, spec)
+                engine.parent.mkdir(parents=True, exist_ok=True)
+                engine.write_bytes(built.plan)
+                top = {}
+                for count in (each for each in TOP_COUNTS if each < spec.vocab_size):
+                    plan = build_top_engine(tensorrt, spec, profiles[0].max_rows, count, compute_capability, options)
+                    top_engine_path(engine, count).write_bytes(plan)
+                    top[str(count)] = hashlib.sha256(plan).hexdigest()
+                records[name] = _record_of(built, tensorrt, compute_capability, spec, profiles, top)
+                records[name].save(engine)
+            shutil.rmtree(out, ignore_errors=True)
+            staging.rename(out)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return records
 
 

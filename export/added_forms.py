@@ -16,14 +16,15 @@ from runtime.manifest import load_bundle, save_bundle
 from runtime.memory import free_memory
 
 from .bundle import tokenizer_of
-from .decoders import check_decoders, exporter_of, write_decoder
+from .decoders import base_graph_of, check_decoders, exporter_of, write_decoder
 from .errors import ExportError
 from .links import link_or_copy
+from .lowerings import GQA_HALF, STANDARD_FORMS
 from .memory import check_memory
 from .options import check_kept_forms, check_no_bundle
 from .probe import probe_tokens
 from .quantization import BLOCK_SIZE
-from .role import GPTQ, Report, Role
+from .role import GPTQ, SEARCH, Report, Role
 from .source import Source, resolve_source
 from .staging import check_disk, staged
 from .steps import Steps, planned_steps
@@ -89,20 +90,27 @@ def _roles(bundle: Bundle, lowering: str, target: str | None, draft: str | None,
     for name, source in sources.items():
         spec = _decoder(bundle, name)
         size = spec.block_size or BLOCK_SIZE
-        if spec.quantizer == GPTQ:
-            raise ExportError(
-                f"The {name} in {bundle.folder} was rounded by GPTQ, whose codes depend on its text: export the bundle anew "
-                "with all its lowerings, --lowering gqa,static for example."
-            )
         _check_model(bundle, name, source)
         there = tuple(form.lowering for form in spec.forms)
         made_by = exporter_of(source, (spec.exporter or exporter) if exporter == "auto" else exporter)
-        role = Role(name, source, spec.precision, spec.context_length, size, made_by, lowering, beside=there)
+        quantizer = spec.quantizer or SEARCH
+        role = Role(name, source, spec.precision, spec.context_length, size, made_by, lowering, quantizer, beside=there)
         check_kept_forms(role)
+        if quantizer == GPTQ and set(role.lowerings) & set(STANDARD_FORMS) and not set(there) & set(STANDARD_FORMS):
+            raise ExportError(
+                f"The {name} in {bundle.folder} was rounded by GPTQ with scales of either sign, which "
+                f"{' and '.join(STANDARD_FORMS)} cannot have: export the bundle anew with all its lowerings, --lowering "
+                "gqa,static for example."
+            )
         if again := [lowering for lowering in there if lowering in role.lowerings]:
             raise ExportError(f"The {name} in {bundle.folder} has the lowering {again[0]} already: leave it out.")
         roles.append(role)
-    return roles
+    if not any(role.lowerings for role in roles):
+        raise ExportError(
+            f"The bundle {bundle.folder} is in {' and '.join(dict.fromkeys(role.precision for role in roles))}, where gqa and "
+            f"{GQA_HALF} are the same graph, and has it already: leave {lowering} out."
+        )
+    return [role for role in roles if role.lowerings]
 
 
 def _source(name: str, given: str | None, spec: DecoderSpec) -> Source:
@@ -159,6 +167,7 @@ def _head_of_draft(bundle: Bundle) -> "dict[str, NDArray[np.int32]]":
 
 
 def _write(bundle: Bundle, roles: list[Role], heads: "dict[str, NDArray[np.int32]]", report: Report) -> Bundle:
+    roles = [_with_stored_codes(role, _decoder(bundle, role.name), bundle.folder) for role in roles]
     specs = {
         role.name: write_decoder(
             role, bundle.folder, report, head_tokens=heads.get(role.name), beside=_decoder(bundle, role.name)
@@ -173,7 +182,18 @@ def _write(bundle: Bundle, roles: list[Role], heads: "dict[str, NDArray[np.int32
             f"The new forms of {bundle.target.source} are not added, and if the bundle was made from another checkpoint, that "
             f"one is needed: {error}"
         ) from error
-    return replace(bundle, target=specs["target"], draft=specs.get("draft"))
+    return replace(bundle, **specs)
+
+
+def _with_stored_codes(role: Role, spec: DecoderSpec, folder: Path) -> Role:
+    """Returns a role with the codes that the bundle has, where these depend on a text."""
+    if role.quantizer != GPTQ:
+        return role
+    from .packed_checkpoint import unpacked
+    from .stored_codes import stored_weights
+
+    with unpacked(role.source, folder) as source, base_graph_of(replace(role, source=source), folder) as base:
+        return replace(role, calibrated=stored_weights(spec, folder, base.model))
 
 
 def _decoder(bundle: Bundle, name: str) -> DecoderSpec:

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .errors import ExportError, OtherModelError
-from .gguf_file import dequantize_tensor, read_gguf
+from .gguf_file import GGUFFile, dequantize_tensor
 from .known_models import check_known
 from .links import link_or_copy
 from .source import Source
@@ -48,8 +48,8 @@ def build_base_graph(source: Source) -> ir.Model:
     logging.getLogger("mobius").setLevel(logging.ERROR)
     check_known(source)
     try:
-        if source.kind == "gguf":
-            with _deferred_weights(source.path):
+        if source.gguf is not None:
+            with _deferred_weights(source.gguf):
                 package: ModelPackage = mobius.build_from_gguf(source.path, dtype="f32")
         else:
             with _plain_folder(source.path) as folder:
@@ -81,7 +81,7 @@ def build_base_graph(source: Source) -> ir.Model:
 
 
 @contextmanager
-def _deferred_weights(path: Path) -> Iterator[None]:
+def _deferred_weights(file: GGUFFile) -> Iterator[None]:
     """Lets mobius-onnx 0.1.0 read a GGUF file's tensors one by one, each when it is written; it would read all beforehand."""
     from mobius.integrations.gguf import _builder as builder
     from mobius.integrations.gguf._tensor_mapping import map_gguf_to_hf_names
@@ -89,9 +89,9 @@ def _deferred_weights(path: Path) -> Iterator[None]:
     from .deferred_tensor import DeferredTensor
 
     def load(_model: object, architecture: str) -> dict[str, DeferredTensor]:
-        named = [(map_gguf_to_hf_names(tensor.name, architecture), tensor) for tensor in read_gguf(path).tensors]
+        named = [(map_gguf_to_hf_names(tensor.name, architecture), tensor) for tensor in file.tensors]
         return {
-            name: DeferredTensor.of(tuple(reversed(tensor.shape.tolist())), partial(dequantize_tensor, path, tensor))
+            name: DeferredTensor.of(tuple(reversed(tensor.shape.tolist())), partial(dequantize_tensor, file.path, tensor))
             for name, tensor in named
             if name is not None
         }

@@ -31,18 +31,24 @@ def quantize_graph(model: ir.Model, quantizer: Quantizer, on_weight: Callable[[i
         ExportError: The graph holds no constant matrix, so quantisation would change nothing.
     """
     graph = model.graph
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in list(graph):
-        if (matrix := _matrix_read_by(node)) is not None:
-            readers.setdefault(matrix, []).append(node)
+    readers = matrices_of(graph)
     if not readers:
         raise ExportError("The graph has no constant weight matrices to quantise.")
     sums: dict[tuple[ir.Value, int], ir.Value] = {}
     for done, (matrix, nodes) in enumerate(readers.items(), start=1):
-        weights = quantizer(_rows_of(matrix, nodes))
+        weights = quantizer(rows_of(matrix, nodes))
         if weights is not None:
             _place(graph, matrix, nodes, weights, sums)
         on_weight(done, len(readers))
+
+
+def matrices_of(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
+    """Returns a graph's constant matrices, each with the nodes that multiply by it or look tokens up in it."""
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node in graph:
+        if (matrix := _matrix_read_by(node)) is not None:
+            readers.setdefault(matrix, []).append(node)
+    return readers
 
 
 def _matrix_read_by(node: ir.Node) -> ir.Value | None:
@@ -67,7 +73,7 @@ def _holds_tokens(indices: ir.Value) -> bool:
     return indices.name == "input_ids"
 
 
-def _rows_of(matrix: ir.Value, readers: list[ir.Node]) -> NDArray[np.float32]:
+def rows_of(matrix: ir.Value, readers: list[ir.Node]) -> NDArray[np.float32]:
     """Returns a matrix as [rows, columns], the blocks along the columns."""
     values: NDArray[np.float32] = matrix.const_value.numpy()
     # MatMul's own layout is [columns, rows]; a transposed operand and an embedding are [rows, columns] already.

@@ -143,7 +143,7 @@ def tokenizer_of(source: Source) -> TokenizerAssets:
     """
     if source.kind == "graph":
         return graph_tokenizer(source.path)
-    return tokenizer_from_gguf(source.path) if source.kind == "gguf" else tokenizer_from_folder(source.path)
+    return tokenizer_from_folder(source.path) if source.gguf is None else tokenizer_from_gguf(source.gguf)
 
 
 def _write(

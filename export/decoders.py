@@ -13,6 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from runtime.contract import DecoderSpec
+from runtime.graph_metadata import CONTEXT_LENGTH
 from runtime.ort.backend import OrtBackend, cpu_kernels
 from runtime.row_equality import measure_row_equality
 
@@ -27,7 +28,7 @@ from .graph_files import save_graph
 from .graph_head import cut_head
 from .graph_interface import read_interface
 from .kept_weights import KeptWeights
-from .lowerings import FORMS, compute_type, graph_names, lower
+from .lowerings import FORMS, GQA_HALF, compute_type, graph_names, lower
 from .optimum_graph import TracedGraph, choose_exporter, optimum_graph
 from .parity import check_parity
 from .quantization import BITS, KEPT, rounding
@@ -78,11 +79,13 @@ def write_decoder(
         return _take_decoder(role, folder, report)
     from .packed_checkpoint import unpacked  # needs torch, which graphs that are taken as they are do not
 
+    if role.served_by_its_twin is not None:
+        report(role.title(f"gqa and {GQA_HALF} are the same graph, which is stored once"), 0, 0)
     gc.collect()  # graphs are full of cycles: the weights of the one before go now
     report(role.title(BUILDING.format(role.source.name)), 0, 0)
     forms = [] if beside is None else list(beside.forms)
     kept = KeptWeights.of(role.source) if role.precision == KEPT else None
-    with unpacked(role.source, folder) as source, _base_graph(replace(role, source=source), folder) as base:
+    with unpacked(role.source, folder) as source, base_graph_of(replace(role, source=source), folder) as base:
         if head_tokens is not None:
             cut_head(base.model, head_tokens)
         if base.unrecognised is not None:
@@ -95,7 +98,8 @@ def write_decoder(
     return replace(first, other_forms=tuple(others))
 
 
-def _base_graph(role: Role, folder: Path) -> AbstractContextManager[TracedGraph]:
+def base_graph_of(role: Role, folder: Path) -> AbstractContextManager[TracedGraph]:
+    """Lends a checkpoint's base graph; `folder` takes what is written meanwhile."""
     if role.exporter == "mobius":
         return nullcontext(TracedGraph(build_base_graph(role.source), None))
     return optimum_graph(role.source, folder, role.context_length)
@@ -115,6 +119,7 @@ def _write_growing(
     if quantizer is not None:
         quantize_graph(traced.model, quantizer, role.counter(QUANTISING, "gqa", report))
     _require_all_found(role, kept)
+    traced.model.metadata_props[CONTEXT_LENGTH] = str(role.source.context_length)
     graph = save_graph(traced.model, folder, role.name, "model", (), role.counter(WRITING, "gqa", report))
     interface = read_interface(folder / graph[0].path)
     spec = decoder_spec(role.source, role.source.path, interface, graph, role.context_length)

@@ -6,7 +6,6 @@ stand for uneven steps, become 8 bits wide, which changes no value.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from gguf.quants import Q4_K
 from numpy.typing import NDArray
 
 from .errors import ExportError
-from .gguf_file import read_gguf
+from .gguf_file import GGUFFile
 from .kept_weights import StoredMatrix
 from .quantization import BlockwiseWeights, dequantize_blockwise
 
@@ -103,34 +102,33 @@ FORMATS = {
 }
 
 
-def gguf_matrices(path: Path) -> list[StoredMatrix]:
+def gguf_matrices(file: GGUFFile) -> list[StoredMatrix]:
     """Returns the quantised tensors of a file; a layer's experts, which share a tensor, one below the other.
 
     Raises:
         ExportError: A tensor is of a type that has no such blocks; the sentence names both.
     """
     matrices = []
-    for tensor in read_gguf(path).tensors:
+    for tensor in file.tensors:
         if tensor.tensor_type in _FLOATS or len(tensor.shape) < 2:  # vectors are norms and biases
             continue
         if tensor.tensor_type not in FORMATS:
             known = ", ".join(kind.name for kind in FORMATS)
             raise ExportError(
-                f"The weights of '{tensor.name}' in {path.name} are of the type {tensor.tensor_type.name}, which cannot be "
-                f"kept ({known} can): export in int8 or int4."
+                f"The weights of '{tensor.name}' in {file.path.name} are of the type {tensor.tensor_type.name}, which cannot "
+                f"be kept ({known} can): export in int8 or int4."
             )
         matrices.append(StoredMatrix(tensor.name, int(tensor.shape[0]), lambda tensor=tensor: _blocks_of(tensor)))
     return matrices
 
 
-def matrix_with_offsets(path: Path) -> tuple[str, str] | None:
+def matrix_with_offsets(file: GGUFFile) -> tuple[str, str] | None:
     """Returns the name and the type of the first matrix whose blocks have offsets; None where none has.
 
     An embedding is none, unless it is the head too.
     """
-    tensors = read_gguf(path).tensors
-    has_head = any(tensor.name == "output.weight" for tensor in tensors)
-    for tensor in tensors:
+    has_head = any(tensor.name == "output.weight" for tensor in file.tensors)
+    for tensor in file.tensors:
         kind = tensor.tensor_type
         if kind not in FORMATS or len(tensor.shape) < 2 or (has_head and tensor.name == "token_embd.weight"):
             continue

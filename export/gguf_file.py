@@ -1,6 +1,9 @@
 """Opening a GGUF file: its metadata and tensor table, whole, or a sentence that says what is wrong; and one tensor's values."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, dequantize
@@ -13,8 +16,25 @@ _MAGIC = b"GGUF"
 _CHUNK = 1 << 22  # values dequantised at once: gguf's own functions hold them twice
 
 
-def read_gguf(path: Path) -> GGUFReader:
-    """Maps a GGUF file; no tensor is read.
+@dataclass(frozen=True)
+class GGUFFile:
+    """What a GGUF file says of its model; its tensors are mapped and not read.
+
+    Attributes:
+        path: The file.
+        metadata: Values by key, without what is for people only.
+        tensors: The table of its tensors.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Sequence[ReaderTensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Opens a GGUF file; no tensor is read.
+
+    The reader takes seconds and half a gigabyte for a large vocabulary, so an export opens a file once (Source.gguf).
 
     Raises:
         ExportError: No such file, no GGUF file, or one that was cut short.
@@ -30,11 +50,12 @@ def read_gguf(path: Path) -> GGUFReader:
         # Opening maps every tensor too, so a file that was cut inside the weights is found here.
         reader = GGUFReader(path)
         whole = all(_is_whole(field) for field in reader.fields.values())
+        metadata = {name: field.contents() for name, field in reader.fields.items() if whole and _is_read(name)}
     except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError):
         whole = False
     if not whole:
         raise ExportError(f"{path} is cut short or damaged ({path.stat().st_size:,} bytes): fetch it again.")
-    return reader
+    return GGUFFile(path, metadata, reader.tensors)
 
 
 def dequantize_tensor(path: Path, tensor: ReaderTensor) -> NDArray[np.float32]:
@@ -57,6 +78,10 @@ def dequantize_tensor(path: Path, tensor: ReaderTensor) -> NDArray[np.float32]:
             codes = np.frombuffer(file.read(rows.nbytes), stored.dtype).reshape(rows.shape)
             values[begin : begin + step] = dequantize(codes, tensor.tensor_type)
     return values.reshape(shape)
+
+
+def _is_read(name: str) -> bool:
+    return name == "general.architecture" or not name.startswith("general.")
 
 
 def _is_whole(field: ReaderField) -> bool:

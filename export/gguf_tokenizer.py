@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from .errors import ExportError
-from .gguf_file import read_gguf
 from .tokenizer import TokenizerAssets
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
+
+    from .gguf_file import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -120,19 +121,19 @@ _END_TEXTS = (
 )
 
 
-def tokenizer_from_gguf(path: Path) -> TokenizerAssets:
-    """Read the tokenizer of a GGUF file; the tensors are not loaded.
+def tokenizer_from_gguf(file: GGUFFile) -> TokenizerAssets:
+    """Makes the tokenizer that a GGUF file describes.
 
     Args:
-        path: The .gguf file.
+        file: The opened file.
 
     Returns:
         The assets. Ids equal those of llama.cpp; bytes that the vocabulary cannot write are left out, as it does.
 
     Raises:
-        ExportError: Not a whole GGUF file, a tokenizer kind or pre-tokenizer without support, or a damaged vocabulary.
+        ExportError: A tokenizer kind or pre-tokenizer without support, or a damaged vocabulary.
     """
-    metadata = _read_metadata(path)
+    path, metadata = file.path, file.metadata
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         kind = "SentencePiece" if model == "llama" else "not byte-level BPE"
@@ -163,12 +164,6 @@ def tokenizer_from_gguf(path: Path) -> TokenizerAssets:
         eos_token=None if eos_id is None else tokens[eos_id],
         eos_token_ids=end_ids,
     )
-
-
-def _read_metadata(path: Path) -> dict[str, Any]:
-    """The tokenizer's metadata, as Python values."""
-    fields = read_gguf(path).fields
-    return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
 
 
 def _pre_tokenizer(path: Path, name: str | None) -> PreTokenizer:

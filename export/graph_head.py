@@ -26,7 +26,7 @@ def keep_last_rows(model: ir.Model) -> bool:
     know it run the graph as before. For ONNX Runtime, which computes shapes from numbers; see select_rows for engines.
 
     Returns:
-        Whether that was done; not where the logits come from something else than a product with a constant matrix.
+        Whether that was done; not where the logits come from something else than a product with a constant matrix, and a bias.
     """
     graph = model.graph
     product = _head_of(graph.outputs[0])
@@ -97,6 +97,7 @@ def cut_head(model: ir.Model, kept: NDArray[np.int32]) -> None:
     transpose = matrix.producer()
     values = _head_matrix(product).const_value.numpy()
     columns = values[:, kept] if transpose is None else values[kept].T
+    _cut_biases(graph, product, kept)
     product.replace_input_with(1, add_initializer(graph, "head.kept", np.ascontiguousarray(columns)))
     if transpose is not None and not matrix.uses():
         graph.remove(transpose, safe=True)
@@ -129,13 +130,45 @@ def most_frequent_tokens(
     return np.sort(np.fromiter(list(ranked)[:num_tokens], np.int32))
 
 
+def head_matrix(model: ir.Model) -> ir.Value | None:
+    """Returns the constant matrix whose product gives the logits; None where they come from something else."""
+    product = _head_of(model.graph.outputs[0])
+    return None if product is None else _head_matrix(product)
+
+
 def _head_of(logits: ir.Value) -> ir.Node | None:
-    """Returns the product with a constant matrix that gives the logits, seen through what only scales them."""
+    """Returns the product with a constant matrix that gives the logits, seen through what only scales them or adds a bias."""
     node = logits.producer()
-    while node is not None and node.op_type in _SCALES_LOGITS:
-        node = node.inputs[0].producer()
+    while node is not None and (source := _scaled_or_biased(node)) is not None:
+        node = source.producer()
     is_head = node is not None and node.op_type == "MatMul" and _head_matrix(node).const_value is not None
     return node if is_head else None
+
+
+def _scaled_or_biased(node: ir.Node) -> ir.Value | None:
+    """Returns what a node scales or adds a bias to, column by column; None where it does something else."""
+    if node.op_type in _SCALES_LOGITS:
+        return node.inputs[0]
+    place = _place_of_bias(node)
+    return None if place is None else node.inputs[1 - place]
+
+
+def _place_of_bias(node: ir.Node) -> int | None:
+    """Returns which input of an Add is a constant of one dimension at most; None for none, or another node."""
+    constants = [value.const_value for value in node.inputs] if node.op_type == "Add" else []
+    return next((place for place, value in enumerate(constants) if value is not None and len(value.shape) <= 1), None)
+
+
+def _cut_biases(graph: ir.Graph, product: ir.Node, kept: NDArray[np.int32]) -> None:
+    """Leaves of the biases between the head's product and the logits the columns of `kept`."""
+    node = graph.outputs[0].producer()
+    while node is not product:
+        if (place := _place_of_bias(node)) is not None and (bias := node.inputs[place]).const_value.size > 1:
+            cut = np.ascontiguousarray(bias.const_value.numpy()[kept])
+            node.replace_input_with(place, add_initializer(graph, f"{bias.name}.kept", cut))
+            if not bias.uses():
+                del graph.initializers[bias.name]
+        node = _scaled_or_biased(node).producer()
 
 
 def _head_matrix(product: ir.Node) -> ir.Value:

@@ -129,7 +129,7 @@ def stored_matrices(source: Source) -> list[StoredMatrix]:
     from .packed_checkpoint import PackedCheckpoint
 
     packed = PackedCheckpoint.find(source.path) if source.kind == "folder" else None
-    matrices = gguf_matrices(source.path) if source.kind == "gguf" else packed.matrices() if packed is not None else []
+    matrices = gguf_matrices(source.gguf) if source.gguf is not None else packed.matrices() if packed is not None else []
     if not matrices:
         raise ExportError(
             f"{source.name} has no quantised weights to keep: the precision {KEPT} is for GGUF files and for folders quantised "

@@ -75,11 +75,11 @@ def check_kept_forms(role: Role) -> None:
         ExportError: A tensor has such blocks; the sentence names it and its type.
     """
     wanted = [lowering for lowering in role.lowerings if lowering in STANDARD_FORMS]
-    if role.precision != KEPT or role.source.kind != "gguf" or not wanted:
+    if role.precision != KEPT or role.source.gguf is None or not wanted:
         return
     from .gguf_blocks import matrix_with_offsets
 
-    if (found := matrix_with_offsets(role.source.path)) is not None:
+    if (found := matrix_with_offsets(role.source.gguf)) is not None:
         tensor, kind = found
         raise ExportError(
             f"The weights of '{tensor}' in {role.source.name} are of the type {kind}, whose blocks have an offset, which the "

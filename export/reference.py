@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from .errors import ExportError
-from .gguf_file import dequantize_tensor, read_gguf
+from .gguf_file import GGUFFile, dequantize_tensor
 from .source import Source
 
 # Changes the parameters that a module itself holds, in place.
@@ -128,7 +128,7 @@ def load_reference(source: Source) -> Reference:
 
     transformers.logging.set_verbosity_error()
     try:
-        return _gguf_reference(source) if source.kind == "gguf" else _folder_reference(source)
+        return _folder_reference(source) if source.gguf is None else _gguf_reference(source.gguf, source.architecture)
     except ExportError:
         raise
     except Exception as error:  # whatever transformers and its readers raise
@@ -164,13 +164,16 @@ def _stored_type(source: Source) -> torch.dtype:
     return _STORED_TYPES.get(floating.pop(), torch.float32) if len(floating) == 1 else torch.float32
 
 
-def _gguf_reference(source: Source) -> Reference:
+def _gguf_reference(file: GGUFFile, architecture: str) -> Reference:
     import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = transformers.AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    # As AutoConfig.from_pretrained has it, and read once: it takes seconds for a large vocabulary.
+    values = load_gguf_checkpoint(str(file.path))["config"]
+    config = transformers.AutoConfig.for_model(**values)
     make = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32, attn_implementation="eager")
     module = _without_weights(make)
-    return Reference(module, _GGUFWeights(source, module))
+    return Reference(module, _GGUFWeights(file, architecture, values, module))
 
 
 def _without_weights(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
@@ -189,22 +192,19 @@ class _GGUFWeights(Mapping[str, torch.Tensor]):
     The steps are those of its load_gguf_checkpoint, which reads all tensors at once.
     """
 
-    def __init__(self, source: Source, module: torch.nn.Module) -> None:
+    def __init__(self, file: GGUFFile, architecture: str, config: Mapping[str, Any], module: torch.nn.Module) -> None:
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
             TensorProcessor,
             get_gguf_hf_weights_map,
-            load_gguf_checkpoint,
         )
 
-        self._path = source.path
+        self._path = file.path
         self._names = get_gguf_hf_weights_map(module)
-        self._processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(
-            config=load_gguf_checkpoint(str(source.path))["config"]
-        )
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
         # Which names a tensor goes by is found with a stand-in of its shape that takes no memory.
         self._tensors = {}
-        for tensor in read_gguf(source.path).tensors:
+        for tensor in file.tensors:
             stand_in = np.broadcast_to(np.float32(-1), tuple(reversed(tensor.shape.tolist())))
             names = list(self._process(tensor.name, stand_in))
             self._tensors.update(dict.fromkeys(names, (tensor, len(names) > 1)))

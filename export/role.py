@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .errors import ExportError
-from .lowerings import FORMS, GQA_HALF, STANDARD_FORMS
+from .lowerings import FORMS, GQA_HALF, STANDARD_FORMS, compute_type
 from .quantization import BITS, BLOCK_SIZE, BLOCK_SIZES, KEPT
 from .source import Source
 
@@ -71,15 +71,15 @@ class Role:
             raise ExportError(f"The {self.name}'s block size {self.block_size} is unknown; there are {sizes}.")
         if self.quantizer not in QUANTIZERS:
             raise ExportError(f"The quantizer '{self.quantizer}' is unknown; there are {', '.join(QUANTIZERS)}.")
-        for lowering in self.lowerings:
+        for lowering in self._asked:
             if lowering not in FORMS:
                 raise ExportError(f"The lowering '{lowering}' is unknown; there are {', '.join(FORMS)}.")
-        if self.exporter == "none" and self.lowerings != ("gqa",):
+        if self.exporter == "none" and self._asked != ("gqa",):
             raise ExportError(
                 f"--lowering {self.lowering} rewrites what is built from a checkpoint, and {self.source.name} is a graph that "
                 "is taken as it is: leave --lowering out."
             )
-        if GQA_HALF in self.lowerings and self.precision == "fp32":
+        if GQA_HALF in self._asked and self.precision == "fp32":
             option = "--precision" if self.name == "target" else "--draft-precision"
             raise ExportError(
                 f"The lowering {GQA_HALF} computes in float16, and the {self.name} would have fp32: export it with {option} "
@@ -87,9 +87,25 @@ class Role:
             )
 
     @property
-    def lowerings(self) -> tuple[str, ...]:
-        """The forms of its graph, each once."""
+    def _asked(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(part.strip() for part in self.lowering.split(",")))
+
+    @property
+    def lowerings(self) -> tuple[str, ...]:
+        """The forms of its graph to be made, each once."""
+        return tuple(lowering for lowering in self._asked if lowering != self.served_by_its_twin)
+
+    @property
+    def served_by_its_twin(self) -> str | None:
+        """The one of "gqa" and "gqa-half" that is not made, because the other one is the same graph; None for none.
+
+        They are the same in 16 bits, and either runs wherever the other does.
+        """
+        if compute_type("gqa", self.precision) != compute_type(GQA_HALF, self.precision):
+            return None
+        if "gqa" in self._asked and GQA_HALF in self.beside:
+            return "gqa"
+        return GQA_HALF if GQA_HALF in self._asked and "gqa" in (*self._asked, *self.beside) else None
 
     @property
     def is_quantised(self) -> bool:

@@ -7,11 +7,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ExportError
+
+if TYPE_CHECKING:
+    from .gguf_file import GGUFFile
 
 # States instead of keys and values: what was read cannot be unread, so a refused token could not be taken back.
 _RECURRENT = re.compile(
@@ -35,6 +38,7 @@ class Source:
         largest_matrix: Weights of the largest tensor; 0 for a graph.
         num_layers: Layers with a cache; 0 where that is not told.
         is_packed: Whether GPTQ or AWQ has packed its matrices, which are written as floats before they are read.
+        gguf: The opened file of the kind "gguf".
     """
 
     name: str
@@ -47,6 +51,7 @@ class Source:
     largest_matrix: int = 0
     num_layers: int = 0
     is_packed: bool = False
+    gguf: "GGUFFile | None" = field(default=None, compare=False, repr=False)
 
     def require_rewindable_cache(self, max_length: int) -> None:
         """Refuses models whose cache cannot be rewound by lowering its length.
@@ -186,26 +191,25 @@ def _sizes_in(file: Path) -> list[int]:
 def _gguf_source(name: str, path: Path) -> Source:
     from .gguf_file import read_gguf
 
-    reader = read_gguf(path)
-    named = reader.fields.get("general.architecture")
-    if named is None:
+    file = read_gguf(path)
+    architecture = file.metadata.get("general.architecture")
+    if architecture is None:
         raise ExportError(f"{path} names no architecture (general.architecture): convert the model again.")
-    architecture = str(named.contents())
 
     def number(key: str) -> int | None:
-        item = reader.fields.get(f"{architecture}.{key}")
-        value = item.contents() if item is not None else None
+        value = file.metadata.get(f"{architecture}.{key}")
         return int(value) if isinstance(value, int | float) and value else None
 
     context_length = number("context_length")
     if context_length is None:
         raise ExportError(f"{path} names no context length ({architecture}.context_length): it is no text model.")
-    if any(tensor.name.startswith("rope_factors_long") for tensor in reader.tensors):
+    if any(tensor.name.startswith("rope_factors_long") for tensor in file.tensors):
         context_length = min(context_length, number("rope.scaling.original_context_length") or context_length)
-    sizes = [int(tensor.n_elements) for tensor in reader.tensors]
+    sizes = [int(tensor.n_elements) for tensor in file.tensors]
     window = number("attention.sliding_window")
     layers = (number("block_count") or 0) - (number("nextn_predict_layers") or 0) - (number("attention.shared_kv_layers") or 0)
-    return Source(name, "gguf", path, architecture, context_length, window, sum(sizes), max(sizes, default=0), layers)
+    largest = max(sizes, default=0)
+    return Source(name, "gguf", path, str(architecture), context_length, window, sum(sizes), largest, layers, gguf=file)
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

@@ -1,18 +1,14 @@
 """A bundle's folder while it is made: it appears at its place whole or not at all."""
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+
+from runtime.folder_lock import sole_use
 
 from .errors import ExportError
 from .role import BYTES_PER_WEIGHT, Role
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 # Graphs, tokenizer and manifest, beside the weights.
 _OTHER_FILES = 1.05
@@ -26,45 +22,20 @@ def staged(out: Path) -> Iterator[Path]:
         ExportError: Another process is at work on the same `out`.
     """
     staging = out.with_name(f".{out.name}.partial")
-    with _sole_use(staging, out):
-        for rest in staging.iterdir():  # of an export that was killed
-            shutil.rmtree(rest) if rest.is_dir() and not rest.is_symlink() else rest.unlink()
+    refusal = ExportError(
+        f"Another export to {out}, or a build of its engines, is under way: wait until it is done, or choose another --out."
+    )
+    staging.mkdir(exist_ok=True)
+    with sole_use(staging, refusal):
         try:
-            yield staging
-            _take_place(staging, out)
+            for rest in staging.iterdir():  # of an export that was killed
+                shutil.rmtree(rest) if rest.is_dir() and not rest.is_symlink() else rest.unlink()
+            with sole_use(out, refusal) if out.is_dir() else nullcontext():  # engines are built in the bundle itself
+                yield staging
+                _take_place(staging, out)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-
-
-@contextmanager
-def _sole_use(staging: Path, out: Path) -> Iterator[None]:
-    """Makes the folder unless it is there, and locks it until the block ends, or the process, however it does.
-
-    The lock is on the folder itself, so that nothing is left behind. File systems without such locks, and Windows, go without.
-    """
-    staging.mkdir(exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if not _locks(descriptor) or not staging.exists() or not os.path.samestat(os.fstat(descriptor), staging.stat()):
-            raise ExportError(f"Another export to {out} is under way: wait until it is done, or choose another --out.")
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _locks(descriptor: int) -> bool:
-    """Returns whether nobody else holds the lock of an open folder, which is ours from here on."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # the file system has no such locks
-    return True
 
 
 def _take_place(staging: Path, out: Path) -> None:

@@ -38,7 +38,7 @@ def planned_steps(roles: Sequence[Role], *, counts_tokens: bool = False, samples
 
 def _writing(role: Role) -> Iterator[tuple[str, float]]:
     weights = role.source.num_parameters
-    if role.quantizer == GPTQ:
+    if role.quantizer == GPTQ and not role.beside:  # what lies in the bundle was calibrated
         yield role.title(CALIBRATING, role.lowerings[0]), _WORK[CALIBRATING] * weights
     yield role.title(BUILDING.format(role.source.name)), _WORK[BUILDING] * weights
     for lowering in role.lowerings:

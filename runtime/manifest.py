@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from .consistency import check_consistency
 from .contract import FORMAT_VERSION, MANIFEST, Bundle, DecoderSpec, FileRecord, GraphNames, TokenizerSpec
 from .errors import BundleError
+from .graph_metadata import check_context_lengths
 
 _Record = TypeVar("_Record")
 _NESTED = (DecoderSpec, FileRecord, GraphNames, TokenizerSpec)
@@ -47,13 +48,14 @@ def load_bundle(folder: str | Path, *, hash_contents: bool = True) -> Bundle:
         hash_contents: Whether to compare every file's SHA-256 (a second or two per GB), or sizes only.
 
     Raises:
-        BundleError: No bundle there, a manifest that cannot be read, another major version, or a file that is missing,
-            truncated, changed or not to be read.
+        BundleError: No bundle there, a manifest that cannot be read, another major version, a file that is missing, truncated,
+            changed or not to be read, or a longer context than a graph was made for.
     """
     bundle = read_manifest(Path(folder))
     try:
         for record in bundle.files():
             record.check(bundle.folder, hash_contents=hash_contents)
+        check_context_lengths(bundle)
     except OSError as error:
         raise _unreadable(error) from error
     return bundle

@@ -15,6 +15,7 @@ from export.graph_head import LOGITS_ROWS, NUM_LOGITS_TO_KEEP, keep_last_rows, s
 from export.quantization import BITS, BLOCK_SIZE, KEPT, Quantizer, rounding
 from runtime.contract import GraphNames
 from runtime.device_forms import STANDARD_LOWERINGS
+from runtime.graph_metadata import CONTEXT_LENGTH
 
 from .attention import AttentionGeometry
 from .gqa import lower_to_group_query_attention
@@ -81,6 +82,8 @@ def lower(
         ExportError: A node of the graph has no counterpart in this lowering, or a weight none in this precision; the sentence
             names it.
     """
+    # Behind it positions are cut or repeated, which is wrong without an error: the graph says so itself.
+    model.metadata_props[CONTEXT_LENGTH] = str(context_length)
     element_type = compute_type(lowering, precision)
     quantizer = kept
     if precision in BITS:

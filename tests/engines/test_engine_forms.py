@@ -19,6 +19,8 @@ from engines.build import BuildOptions, BuiltEngine, call_interruptibly
 from engines.profiles import choose_form
 from engines.sidecar import engine_path, engines_folder
 from engines.trt_module import TensorRTModule
+from export.errors import ExportError
+from export.staging import staged
 from runtime.contract import Bundle, DecoderSpec
 from runtime.errors import BundleError
 from runtime.manifest import load_bundle, save_bundle
@@ -76,6 +78,33 @@ def test_engines_are_built_from_the_form_that_tensorrt_takes(bundle: Bundle, mon
     static = bundle.target.forms[1]
     assert records["target"].graph == {static.graph[0].path: static.graph[0].sha256}
     assert engine_path(engines_folder(bundle.folder, NEW, (8, 7)), static).read_bytes() == b"plan"
+
+
+def test_a_build_has_the_bundle_to_itself(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export puts another folder in this one's place, and would take what is built meanwhile with it."""
+    refused: list[str] = []
+    arguments = {"num_draft_tokens": 3, "options": BuildOptions(), "report": lambda *_: None, "stop": threading.Event()}
+
+    def build(*_: object) -> BuiltEngine:
+        with pytest.raises(BundleError) as another_build:
+            engines.bundle.build_bundle_engines(bundle, NEW, (8, 9), **arguments)
+        with pytest.raises(ExportError) as export, staged(tmp_path):
+            pytest.fail("an export began")
+        refused.extend(str(caught.value) for caught in (another_build, export))
+        return BuiltEngine(b"plan", {}, 1.0, 1)
+
+    monkeypatch.setattr(engines.bundle, "build_engine", build)
+    monkeypatch.setattr(engines.bundle, "build_top_engine", lambda *_: b"plan")
+    engines.bundle.build_bundle_engines(bundle, NEW, (8, 7), **arguments)
+    build_refused, export_refused, *_ = refused
+    assert build_refused == (
+        f"An export to {tmp_path}, or another build of its engines, is under way: wait until it is done, and begin anew."
+    )
+    assert export_refused.startswith(f"Another export to {tmp_path}, or a build of its engines, is under way: wait until")
+    assert [folder.name for folder in (tmp_path / "engines").iterdir()] == [engines_folder(tmp_path, NEW, (8, 7)).name]
+    assert not tmp_path.with_name(f".{tmp_path.name}.partial").exists()
+    with staged(tmp_path), pytest.raises(BundleError, match="An export to"):
+        engines.bundle.build_bundle_engines(bundle, NEW, (8, 9), **arguments)
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
-from gguf.quants import quantize
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
+
+from .k_quants import quantize
 
 _GGUF_NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -27,8 +29,10 @@ _GGUF_NAMES = {
 }
 
 
-def write_gguf(folder: Path, path: Path, kind: GGMLQuantizationType) -> Path:
-    """Writes a Llama's folder as llama.cpp's converter does, its matrices quantised to one type."""
+def write_gguf(
+    folder: Path, path: Path, kind: GGMLQuantizationType, others: Mapping[str, GGMLQuantizationType] | None = None
+) -> Path:
+    """Writes a Llama's folder as llama.cpp's converter does, its matrices quantised to one type, or to `others` by name."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     writer = GGUFWriter(path, "llama")
@@ -50,7 +54,8 @@ def write_gguf(folder: Path, path: Path, kind: GGMLQuantizationType) -> Path:
         if values.ndim == 1:
             writer.add_tensor(named, values)
         else:
-            writer.add_tensor(named, quantize(values, kind), raw_dtype=kind)
+            chosen = (others or {}).get(named, kind)
+            writer.add_tensor(named, quantize(values, chosen), raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

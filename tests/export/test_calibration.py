@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import export.calibration_text
 from export.added_forms import add_lowerings
+from export.base_graph import build_base_graph
 from export.bundle import export_bundle
 from export.calibration import CalibratedWeights, calibrate
 from export.calibration_text import read_calibration_text
@@ -18,8 +20,9 @@ from export.kept_weights import row_hashes
 from export.quantization import BlockwiseWeights, dequantize_blockwise, quantize_blockwise, rounding
 from export.reference import load_reference, matrix_rows
 from export.source import Source
+from export.stored_codes import _blocks_in, stored_weights
 from runtime import Generator, SamplingParams
-from runtime.contract import Bundle
+from runtime.contract import Bundle, DecoderSpec
 from runtime.manifest import load_bundle
 from scripts.tiny_corpus import make_document
 
@@ -193,9 +196,47 @@ def test_both_are_calibrated_on_what_the_target_writes_once(
     assert [title for title in dict.fromkeys(titles) if not title.startswith("step ")] == ["reading the sources"]
 
 
-def test_a_form_cannot_be_added_later(bundle: Bundle) -> None:
-    with pytest.raises(ExportError, match="was rounded by GPTQ, whose codes depend on its text: export the bundle anew"):
-        add_lowerings(bundle.folder, "primitive")
+def test_a_form_that_is_added_has_the_codes_that_are_there(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was calibrated depends on a text that is gone."""
+    monkeypatch.setattr("export.calibration.calibrate", lambda *_, **__: pytest.fail("rounded anew"))
+    folder = shutil.copytree(bundle.folder, tmp_path / "bundle")
+    said: list[str] = []
+    added = add_lowerings(folder, "gqa-half,primitive", report=lambda title, *_: said.append(title))
+    assert load_bundle(folder) == added
+    assert added.draft is not None
+    for decoder in (added.target, added.draft):
+        gqa, half, static, primitive = decoder.forms
+        assert {form.quantizer for form in decoder.forms} == {"gptq"}
+        assert {record.path for record in primitive.graph} & {record.path for record in static.graph}
+        assert {record.path for record in half.graph} & {record.path for record in gqa.graph}
+        codes = [codes_of(form, folder) for form in decoder.forms]
+        layers = set(codes[0]) & set(codes[2])
+        assert len(layers) == 28
+        for name in layers:
+            assert all(np.array_equal(codes[0][name], other[name]) for other in codes[1:]), name
+    assert not any("rounding by GPTQ" in title for title in said)
+
+
+def codes_of(form: DecoderSpec, folder: Path) -> dict[str, np.ndarray]:
+    """The codes of a form's matrices but the head, by name."""
+    blocks = dict(_blocks_in(folder / form.graph[0].path))
+    return {name: weights.signed_codes for name, weights in blocks.items() if "layers" in name}
+
+
+def test_codes_for_scales_of_either_sign_are_no_codes_for_positive_ones(tiny_draft: Path, text: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": "int4", "quantizer": "gptq", "calibration_text": text, "max_length": 128}
+    bundle = export_bundle(str(tiny_draft), None, tmp_path / "b", **options)
+    with pytest.raises(ExportError, match="was rounded by GPTQ with scales of either sign, which static and primitive cannot"):
+        add_lowerings(bundle.folder, "static")
+    assert load_bundle(bundle.folder) == bundle
+
+
+def test_codes_of_another_model_are_refused_by_the_matrix(bundle: Bundle, draft_source: Source) -> None:
+    base = build_base_graph(draft_source)
+    with pytest.raises(ExportError, match=r"does not hold the matrix 'model\.layers\.0\..*' of .* as it is built here"):
+        stored_weights(bundle.target, bundle.folder, base)
 
 
 def test_a_text_that_is_too_short_is_refused(tiny_target: Path, tmp_path: Path) -> None:

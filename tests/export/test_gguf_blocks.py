@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 
 from export.errors import ExportError
 from export.gguf_blocks import FORMATS, gguf_matrices
+from export.gguf_file import read_gguf
 from export.quantization import dequantize_blockwise
 
 KINDS = list(FORMATS)
@@ -45,7 +46,7 @@ def write(path: Path, kind: GGMLQuantizationType, *tensors: np.ndarray) -> Path:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_type_has_the_readers_values_bit_for_bit(kind: GGMLQuantizationType, tmp_path: Path):
     raw = random_blocks(kind, 40, 512)
-    (matrix,) = gguf_matrices(write(tmp_path / "model.gguf", kind, raw))
+    (matrix,) = gguf_matrices(read_gguf(write(tmp_path / "model.gguf", kind, raw)))
     assert (matrix.name, matrix.columns) == ("tensor.0", 512)
     weights = matrix.read()
     expected = dequantize(raw, kind)
@@ -64,34 +65,34 @@ def test_four_bits_stay_four_bits():
 def test_large_tensors_are_turned_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("export.gguf_blocks._CHUNK", 3 * 512)
     raw = random_blocks(GGMLQuantizationType.Q4_K, 40, 512)
-    (matrix,) = gguf_matrices(write(tmp_path / "model.gguf", GGMLQuantizationType.Q4_K, raw))
+    (matrix,) = gguf_matrices(read_gguf(write(tmp_path / "model.gguf", GGMLQuantizationType.Q4_K, raw)))
     assert np.array_equal(dequantize_blockwise(matrix.read()), dequantize(raw, GGMLQuantizationType.Q4_K))
 
 
 def test_experts_stand_below_each_other(tmp_path: Path):
     kind = GGMLQuantizationType.Q8_0
     raw = random_blocks(kind, 3 * 8, 64)
-    (matrix,) = gguf_matrices(write(tmp_path / "model.gguf", kind, raw.reshape(3, 8, -1)))
+    (matrix,) = gguf_matrices(read_gguf(write(tmp_path / "model.gguf", kind, raw.reshape(3, 8, -1))))
     assert matrix.columns == 64
     assert np.array_equal(dequantize_blockwise(matrix.read()), dequantize(raw, kind))
 
 
 def test_floats_are_no_quantised_matrices(tmp_path: Path):
     path = write(tmp_path / "model.gguf", GGMLQuantizationType.F16, np.ones((4, 64), np.float16))
-    assert gguf_matrices(path) == []
+    assert gguf_matrices(read_gguf(path)) == []
 
 
 def test_type_without_such_blocks_is_refused_by_name(tmp_path: Path):
     kind = GGMLQuantizationType.TQ2_0
     raw = np.zeros((4, GGML_QUANT_SIZES[kind][1]), np.uint8)
     with pytest.raises(ExportError, match=r"'tensor.0' in model.gguf are of the type TQ2_0, which cannot be kept \(Q4_0, "):
-        gguf_matrices(write(tmp_path / "model.gguf", kind, raw))
+        gguf_matrices(read_gguf(write(tmp_path / "model.gguf", kind, raw)))
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_scale_that_is_no_number_is_refused(tmp_path: Path):
     raw = random_blocks(GGMLQuantizationType.Q8_0, 4, 64)
     raw[2, :2] = np.array([np.nan], np.float16).view(np.uint8)
-    (matrix,) = gguf_matrices(write(tmp_path / "model.gguf", GGMLQuantizationType.Q8_0, raw))
+    (matrix,) = gguf_matrices(read_gguf(write(tmp_path / "model.gguf", GGMLQuantizationType.Q8_0, raw)))
     with pytest.raises(ExportError, match=r"'tensor\.0' stand for weights that are no numbers"):
         matrix.read()

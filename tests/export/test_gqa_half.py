@@ -190,6 +190,33 @@ def test_it_is_added_to_a_bundle_for_the_cpu(tiny_draft: Path, tmp_path: Path) -
     assert added.target.forms[1].block_size == 64
 
 
+def test_in_16_bits_it_is_gqa_and_stored_once(tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    bundle = export_bundle(
+        str(tiny_target), str(tiny_draft), tmp_path / "b", precision="fp16", lowering="gqa-half,gqa", max_length=CONTEXT,
+        report=lambda title, *_: said.append(title),
+    )  # fmt: skip
+    assert [[form.lowering for form in decoder.forms] for decoder in both(bundle)] == [["gqa"], ["gqa", "gqa-half"]]
+    assert "target (fp16): gqa and gqa-half are the same graph, which is stored once" in said
+    assert not any(title.startswith("draft (int4): gqa and") for title in said)
+    assert cuda_form(bundle.target).lowering == "gqa"
+
+
+def test_of_a_pair_that_is_added_to_only_one_may_lack_it(tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    first = export_bundle(str(tiny_target), str(tiny_draft), tmp_path / "b", precision="fp16", max_length=CONTEXT)
+    added = add_lowerings(first.folder, "gqa-half")
+    assert (added.target, added) == (first.target, load_bundle(first.folder))
+    assert [form.lowering for form in both(added)[1].forms] == ["gqa", "gqa-half"]
+
+
+@pytest.mark.parametrize(("there", "more"), [("gqa", "gqa-half"), ("gqa-half", "gqa")])
+def test_what_is_there_under_the_other_name_is_not_added(tiny_draft: Path, tmp_path: Path, there: str, more: str) -> None:
+    bundle = export_bundle(str(tiny_draft), None, tmp_path / "b", precision="fp16", lowering=there, max_length=CONTEXT)
+    with pytest.raises(ExportError, match=rf"is in fp16, where gqa and gqa-half are the same graph, .* leave {more} out"):
+        add_lowerings(bundle.folder, more)
+    assert load_bundle(bundle.folder) == bundle
+
+
 @pytest.mark.parametrize(("name", "option"), [("target", "--precision"), ("draft", "--draft-precision")])
 def test_float32_weights_are_refused_with_the_option(draft_source: Source, name: str, option: str) -> None:
     with pytest.raises(ExportError, match=f"the {name} would have fp32: export it with {option} fp16, int8 or int4") as caught:

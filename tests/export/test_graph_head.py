@@ -63,12 +63,34 @@ def softcapped_head() -> ir.Model:
 
 
 def biased_head() -> ir.Model:
+    """As Phi and GPT-J have it, and a scale behind."""
     nodes = [
         helper.make_node("MatMul", ["hidden", "head"], ["raw"]),
-        helper.make_node("Add", ["raw", "bias"], ["logits"]),
+        helper.make_node("Add", ["raw", "bias"], ["biased"]),
+        helper.make_node("Mul", ["biased", "scale"], ["logits"]),
     ]
-    head = matrix(HIDDEN, VOCABULARY, seed=1)
-    return graph_of(nodes, embedding=matrix(VOCABULARY, HIDDEN), head=head, bias=matrix(1, VOCABULARY, seed=2)[0])
+    head, bias, scale = matrix(HIDDEN, VOCABULARY, seed=1), matrix(1, VOCABULARY, seed=2)[0], np.float32(0.25)
+    return graph_of(nodes, embedding=matrix(VOCABULARY, HIDDEN), head=head, bias=bias, scale=np.asarray(scale))
+
+
+def tied_head_behind_its_bias() -> ir.Model:
+    nodes = [
+        helper.make_node("Transpose", ["embedding"], ["head"], perm=[1, 0]),
+        helper.make_node("MatMul", ["hidden", "head"], ["raw"]),
+        helper.make_node("Add", ["bias", "raw"], ["logits"]),
+    ]
+    return graph_of(nodes, embedding=matrix(VOCABULARY, HIDDEN), bias=matrix(1, VOCABULARY, seed=2)[0])
+
+
+def head_behind_a_second_product() -> ir.Model:
+    """Logits with something added that is computed for each row: no bias."""
+    nodes = [
+        helper.make_node("MatMul", ["hidden", "head"], ["raw"]),
+        helper.make_node("MatMul", ["hidden", "other"], ["added"]),
+        helper.make_node("Add", ["raw", "added"], ["logits"]),
+    ]
+    head, other = matrix(HIDDEN, VOCABULARY, seed=1), matrix(HIDDEN, VOCABULARY, seed=2)
+    return graph_of(nodes, embedding=matrix(VOCABULARY, HIDDEN), head=head, other=other)
 
 
 def run(model: ir.Model, **inputs: np.ndarray) -> np.ndarray:
@@ -79,13 +101,18 @@ def run(model: ir.Model, **inputs: np.ndarray) -> np.ndarray:
     return session.run(None, {"token_ids": TOKENS, **inputs})[0]
 
 
-RECOGNISED = pytest.mark.parametrize("build", [own_head, tied_head, softcapped_head])
+def product_of(model: ir.Model) -> ir.Node:
+    return next(node for node in model.graph if node.op_type == "MatMul")
+
+
+RECOGNISED = pytest.mark.parametrize("build", [own_head, tied_head, softcapped_head, biased_head, tied_head_behind_its_bias])
 
 
 @RECOGNISED
 def test_the_last_rows_are_computed_and_all_by_default(build: Callable[[], ir.Model]) -> None:
     whole, model = run(build()), build()
     assert keep_last_rows(model)
+    assert product_of(model).inputs[0].name == "head.rows"
     assert np.array_equal(run(model), whole), "a program that does not know the input gets all rows"
     for count in range(1, 6):
         assert np.array_equal(run(model, **{NUM_LOGITS_TO_KEEP: np.array(count)}), whole[:, -count:])
@@ -96,6 +123,7 @@ def test_the_last_rows_are_computed_and_all_by_default(build: Callable[[], ir.Mo
 def test_the_rows_that_are_named_are_computed(build: Callable[[], ir.Model]) -> None:
     whole, model = run(build()), build()
     assert select_rows(model)
+    assert product_of(model).inputs[0].name == "head.rows"
     for rows in ([4], [0, 1, 2, 3, 4], [2, 3]):
         assert np.array_equal(run(model, **{LOGITS_ROWS: np.array(rows)}), whole[:, rows])
     assert model.graph.outputs[0].shape[1] == LOGITS_ROWS
@@ -109,7 +137,7 @@ def test_a_cut_head_gives_the_columns_that_were_kept(build: Callable[[], ir.Mode
     assert np.allclose(run(model), whole[:, :, kept], atol=1e-6)
     assert model.graph.outputs[0].shape[2] == 4
     sizes = {name: value.const_value.shape for name, value in model.graph.initializers.items()}
-    assert set(sizes) == {"embedding", "head.kept"}, "the whole head is gone"
+    assert set(sizes) - {"scale", "bias.kept"} == {"embedding", "head.kept"}, "the whole head is gone"
     assert not any(node.op_type == "Transpose" for node in model.graph)
 
 
@@ -120,7 +148,7 @@ def test_a_cut_head_leaves_the_embedding_whole() -> None:
 
 
 def test_other_ends_are_left_or_refused() -> None:
-    model = biased_head()
+    model = head_behind_a_second_product()
     before = [node.op_type for node in model.graph]
     assert not keep_last_rows(model)
     assert not select_rows(model)

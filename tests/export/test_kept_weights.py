@@ -233,3 +233,24 @@ def test_block_size_has_no_say(tiny_target: Path, tmp_path: Path):
     source = checkpoint(tiny_target, tmp_path, "Q4_0")
     with pytest.raises(ExportError, match="--block-size is for weights in int8 or int4, and the target would have checkpoint"):
         export_bundle(str(source), None, tmp_path / "bundle", precision="checkpoint", block_size=64)
+
+
+def test_each_file_is_opened_once_by_us_and_once_by_either_reader_that_wants_a_path(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are mobius-onnx and transformers: each opening takes seconds for a large vocabulary."""
+    opened: list[str] = []
+
+    class CountedReader(GGUFReader):
+        def __init__(self, path: Path | str, *arguments: object) -> None:
+            opened.append(Path(path).name)
+            super().__init__(path, *arguments)
+
+    for module in ("gguf", "export.gguf_file"):
+        monkeypatch.setattr(f"{module}.GGUFReader", CountedReader)
+    target = write_gguf(tiny_target, tmp_path / "target.gguf", GGMLQuantizationType.Q8_0)
+    draft = write_gguf(tiny_target, tmp_path / "draft.gguf", GGMLQuantizationType.Q4_0)
+    export_bundle(
+        str(target), str(draft), tmp_path / "bundle", precision="checkpoint", lowering="gqa,static", max_length=96
+    )  # fmt: skip
+    assert sorted(opened) == ["draft.gguf"] * 3 + ["target.gguf"] * 3

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +165,23 @@ def test_a_file_of_which_little_would_be_used_is_left_alone(single: Bundle, tmp_
         value.const_value = ir.tensor(value.const_value.numpy() * 0, name=value.name)
     records = save_graph(model, folder, "target", "other", (single.target,), lambda *_: None)
     assert [record.path for record in records] == ["target/other.onnx", "target/other.onnx.data"]
+
+
+@pytest.mark.parametrize("place", [("target",), ("target", "other_forms", 0), ("draft",), ("draft", "other_forms", 0)])
+def test_a_longer_context_than_a_graph_was_made_for_is_refused(pair: Bundle, tmp_path: Path, place: tuple[str | int]) -> None:
+    """Behind it a graph repeats its last position, or meets the end of a table: wrong text, or an error inside one."""
+    folder = shutil.copytree(pair.folder, tmp_path / "bundle")
+    document = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
+    form = document
+    for key in place:
+        form = form[key]
+    for length, is_refused in ((CONTEXT - 1, False), (CONTEXT + 1, True)):
+        form["context_length"] = length
+        (folder / "bundle.json").write_text(json.dumps(document), encoding="utf-8")
+        graph = folder / form["graph"][0]["path"]
+        expected = f"{place[0]}: context_length is {length}, and {graph} was made for {CONTEXT} tokens: put that number back"
+        with pytest.raises(BundleError, match=re.escape(expected)) if is_refused else nullcontext():
+            load_bundle(folder, hash_contents=False)
 
 
 # --- what is loaded --------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def make(out: Path, name: str) -> None:
 
 def test_two_at_once_are_refused_and_do_not_meet(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ExportError, match=rf"^Another export to {out} is under way: wait until it is done, or choose another"):
+    with pytest.raises(ExportError, match=rf"^Another export to {out}, or a build of its engines, is under way: wait until"):
         make(out, "mine")
     assert {file.name for file in tmp_path.iterdir()} == {".out.partial"}
     make(tmp_path / "elsewhere", "mine")
@@ -96,7 +96,7 @@ def test_a_folder_that_changed_hands_before_it_was_locked_is_refused(
             (Path(path) / "third").write_text("half")
         return descriptor
 
-    monkeypatch.setattr("export.staging.os.open", late)
+    monkeypatch.setattr("runtime.folder_lock.os.open", late)
     with pytest.raises(ExportError, match="Another export to"):
         make(out, "mine")
     assert [file.name for file in out.iterdir()] == ["theirs"]
@@ -116,9 +116,9 @@ def test_without_locks_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def unsupported(_descriptor: int, _operation: int) -> None:
         raise OSError("No locks available")
 
-    monkeypatch.setattr("export.staging.fcntl.flock", unsupported)
+    monkeypatch.setattr("runtime.folder_lock.fcntl.flock", unsupported)
     make(tmp_path / "out", "one")
-    monkeypatch.setattr("export.staging.fcntl", None)
+    monkeypatch.setattr("runtime.folder_lock.fcntl", None)
     make(tmp_path / "out", "two")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["two"]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]

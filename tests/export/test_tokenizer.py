@@ -13,6 +13,7 @@ from gguf import GGUFWriter
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from export.errors import ExportError
+from export.gguf_file import read_gguf
 from export.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_gguf
 from export.tokenizer import TokenizerAssets, token_table, tokenizer_from_folder
 
@@ -60,7 +61,7 @@ SMOLLM2_IDS = [
 
 @functools.cache
 def smollm2(path: Path) -> tuple[TokenizerAssets, Tokenizer]:
-    assets = tokenizer_from_gguf(path)
+    assets = tokenizer_from_gguf(read_gguf(path))
     return assets, Tokenizer.from_str(assets.tokenizer_json)
 
 
@@ -134,7 +135,7 @@ def write_gguf(path: Path, template: str | None = None, **changes: Any) -> Path:
 
 
 def gguf_tokenizer(tmp_path: Path, **changes: Any) -> Tokenizer:
-    return Tokenizer.from_str(tokenizer_from_gguf(write_gguf(tmp_path / "model.gguf", **changes)).tokenizer_json)
+    return Tokenizer.from_str(tokenizer_from_gguf(read_gguf(write_gguf(tmp_path / "model.gguf", **changes))).tokenizer_json)
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -232,7 +233,7 @@ def test_whole_pieces_are_taken_as_tokens_where_merges_are_ignored(tmp_path: Pat
 def test_a_byte_without_a_token_is_dropped_and_its_neighbours_stay_apart(tmp_path: Path) -> None:
     tokens = ["" if text == "x" else text for text in DEFAULTS["tokens"]]
     path = write_gguf(tmp_path / "model.gguf", tokens=tokens)
-    assets = tokenizer_from_gguf(path)
+    assets = tokenizer_from_gguf(read_gguf(path))
     assert assets.tokens == tuple(tokens)
     assert pieces(Tokenizer.from_str(assets.tokenizer_json), "axbab") == ["a", "b", "ab"]
 
@@ -251,13 +252,13 @@ def test_a_byte_without_a_token_is_dropped_and_its_neighbours_stay_apart(tmp_pat
     ids=["eos", "by text", "eot", "no eos", "outside the vocabulary", "harmony", "end"],
 )
 def test_gguf_eos_token_ids(tmp_path: Path, changes: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert tokenizer_from_gguf(write_gguf(tmp_path / "model.gguf", **changes)).eos_token_ids == expected
+    assert tokenizer_from_gguf(read_gguf(write_gguf(tmp_path / "model.gguf", **changes))).eos_token_ids == expected
 
 
 def test_gguf_names_and_template(tmp_path: Path) -> None:
-    assets = tokenizer_from_gguf(write_gguf(tmp_path / "model.gguf", template="{{ messages }}"))
+    assets = tokenizer_from_gguf(read_gguf(write_gguf(tmp_path / "model.gguf", template="{{ messages }}")))
     assert (assets.bos_token, assets.eos_token, assets.chat_template) == ("<s>", "<|im_end|>", "{{ messages }}")
-    bare = tokenizer_from_gguf(write_gguf(tmp_path / "bare.gguf", bos_token_id=None, eos_token_id=None))
+    bare = tokenizer_from_gguf(read_gguf(write_gguf(tmp_path / "bare.gguf", bos_token_id=None, eos_token_id=None)))
     assert (bare.bos_token, bare.eos_token, bare.chat_template) == (None, None, None)
 
 
@@ -282,7 +283,7 @@ def test_gguf_names_and_template(tmp_path: Path) -> None:
 )
 def test_gguf_vocabularies_that_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ExportError, match=message):
-        tokenizer_from_gguf(write_gguf(tmp_path / "model.gguf", **changes))
+        tokenizer_from_gguf(read_gguf(write_gguf(tmp_path / "model.gguf", **changes)))
 
 
 def test_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -291,7 +292,7 @@ def test_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
     for size in [*range(4, 80, 5), *range(100, len(whole) - 20, 1009), *range(len(whole) - 20, len(whole))]:
         cut.write_bytes(whole[:size])
         with pytest.raises(ExportError, match=rf"cut\.gguf is cut short or damaged \({size:,} bytes\)"):
-            tokenizer_from_gguf(cut)
+            tokenizer_from_gguf(read_gguf(cut))
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04 not a model"])
@@ -299,12 +300,12 @@ def test_not_a_gguf_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ExportError, match="is not a GGUF file: it begins with b"):
-        tokenizer_from_gguf(path)
+        tokenizer_from_gguf(read_gguf(path))
 
 
 def test_no_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"absent\.gguf cannot be read: No such file"):
-        tokenizer_from_gguf(tmp_path / "absent.gguf")
+        tokenizer_from_gguf(read_gguf(tmp_path / "absent.gguf"))
 
 
 # --- Hugging Face folder ---------------------------------------------------------------------------------------------
