@@ -83,10 +83,13 @@ class TensorRTContext:
             return np.empty((0, self._spec.vocab_size), np.float32)
         return self._logits[len(token_ids) - num_rows : len(token_ids)]
 
-    def run_top(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int) -> TopLogits:
+    def run_top(
+        self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int, temperature: float
+    ) -> TopLogits:
         """Runs one pass, and looks at its logits; see TopLogitsContext."""
         top = next(each for each in self._tops if each.count >= count)
         with self._queue(len(token_ids), past_length):
+            top.set_temperature(temperature)
             self._enqueue_pass(token_ids, past_length, num_rows, top.enqueue)
         return top.found(len(token_ids) - num_rows, len(token_ids))
 
@@ -97,6 +100,7 @@ class TensorRTContext:
         # A step's other slots hold what was fed there before: padding.
         self._chain_slots[:] = np.arange(past_length + row, past_length + row + len(self._chain_slots))
         with self._queue(len(token_ids), past_length):
+            top.set_temperature(1.0)
             self._enqueue_pass(token_ids, past_length, len(token_ids) - row, lambda place, *_: top.enqueue(place, 0, 1))
             place = row - (len(token_ids) - step)
             for number in range(1, num_passes):

@@ -68,10 +68,20 @@ class TopExecution:
         for name, (width, dtype) in widths.items():
             host = cuda.allocate_pinned((max_rows, *width), dtype)
             self._outputs[name] = _Output(cuda.allocate(fixed_rows * host.strides[0]), host)
-        addresses = {name: output.memory for name, output in self._outputs.items()} | {"logits": logits}
+        self._temperature = cuda.allocate_pinned((1,), np.float32)
+        self._device_temperature = cuda.allocate(self._temperature.nbytes)
+        addresses = {name: output.memory for name, output in self._outputs.items()}
+        addresses |= {"logits": logits, "temperature": self._device_temperature}
         bound = all(execution.set_tensor_address(name, memory.address) for name, memory in addresses.items())
-        if not bound or not execution.set_input_shape("logits", (1, fixed_rows, vocab_size)):
+        shapes = {"logits": (1, fixed_rows, vocab_size), "temperature": (1,)}
+        if not bound or not all(execution.set_input_shape(name, shape) for name, shape in shapes.items()):
             raise failure()
+
+    def set_temperature(self, temperature: float) -> None:
+        """Sets that of the rows' sums; gives a copy to the stream where it changes. No earlier one may be under way."""
+        if self._temperature[0] != np.float32(temperature):
+            self._temperature[0] = temperature
+            self._stream.copy_to_device(self._device_temperature, self._temperature)
 
     def enqueue(self, row: int, first: int, end: int) -> None:
         """Gives it to the stream, with the copy of some rows; what they are called on the host is theirs in the pass.
@@ -94,4 +104,4 @@ class TopExecution:
     def found(self, first: int, end: int) -> TopLogits:
         """Returns rows of the pass, once the stream has come to them; views that the next pass overwrites."""
         tokens, values, totals = (output.host[first:end] for output in self._outputs.values())
-        return TopLogits(tokens, values, totals)
+        return TopLogits(tokens, values, totals, float(self._temperature[0]))

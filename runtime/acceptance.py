@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from .candidates import Candidates, Columns
 from .errors import SamplingError
 from .noise import ExponentialNoise
-from .sampling import Logits, Sampler
+from .sampling import Sampler
 from .verify import Verification, draw, verify, verify_choices
 
 
@@ -40,8 +40,8 @@ class AcceptanceRule(Protocol):
     """Whether where a round begins changes the tokens (not their law): then a limit must not cut a proposal short."""
 
     @property
-    def num_top(self) -> int | None:
-        """How many of a row's largest logits decide, with all as large as the last of them; None for all of the row."""
+    def sampler(self) -> Sampler:
+        """The text's sampling rules."""
         ...
 
     def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
@@ -76,25 +76,18 @@ class RejectionRule:
 
     def __init__(self, sampler: Sampler, random: np.random.Generator) -> None:
         """Takes the rules of the text, and where all its draws come from."""
-        self._sampler = sampler
+        self.sampler = sampler
         self._random = random
-
-    @property
-    def num_top(self) -> int | None:
-        """See Sampler."""
-        return self._sampler.num_top
 
     def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Draws a token; see AcceptanceRule."""
-        logits = self._sampler.admitted(logits)
-        row = Candidates(self._sampler.distributions(logits.rows, history, block), logits.columns)
+        row = self.sampler.distributions(logits, history, block)
         return row.columns.token(draw(row.rows[0], self._random.random())), row
 
     def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Accepts by chance, and draws the correction or the bonus; see AcceptanceRule."""
-        logits = self._sampler.admitted(logits)
-        rows, reachable = _reachable(self._sampler.distributions, logits.rows, history, proposal)
-        verification = _verify(reachable, Candidates(rows, logits.columns), self._random.random(len(rows)))
+        target_probs, reachable = _reachable(self.sampler.distributions, logits, history, proposal)
+        verification = _verify(reachable, target_probs, self._random.random(len(target_probs.rows)))
         return _without_impossible(verification, reachable, proposal)
 
 
@@ -105,23 +98,17 @@ class GreedyRule:
 
     def __init__(self, sampler: Sampler) -> None:
         """Takes the rules of the text."""
-        self._sampler = sampler
-
-    @property
-    def num_top(self) -> int | None:
-        """See Sampler."""
-        return self._sampler.num_top
+        self.sampler = sampler
 
     def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Chooses a token; see AcceptanceRule."""
-        logits = self._sampler.admitted(logits)
-        return logits.columns.token(int(self._sampler.scores(logits.rows, history, block)[0].argmax())), None
+        scores = self.sampler.scores(logits, history, block)
+        return scores.columns.token(int(scores.rows[0].argmax())), None
 
     def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Accepts what the target would have chosen; see AcceptanceRule."""
-        logits = self._sampler.admitted(logits)
-        rows, reachable = _reachable(self._sampler.scores, logits.rows, history, proposal)
-        verification = verify_choices(reachable.tokens, logits.columns.tokens(rows.argmax(axis=1)))
+        scores, reachable = _reachable(self.sampler.scores, logits, history, proposal)
+        verification = verify_choices(reachable.tokens, scores.columns.tokens(scores.rows.argmax(axis=1)))
         return _without_impossible(verification, reachable, proposal)
 
 
@@ -132,33 +119,25 @@ class CoupledRule:
 
     def __init__(self, sampler: Sampler, noise: ExponentialNoise) -> None:
         """Takes the rules of the text and its noise."""
-        self._sampler = sampler
+        self.sampler = sampler
         self._noise = noise
-
-    @property
-    def num_top(self) -> int | None:
-        """See Sampler."""
-        return self._sampler.num_top
 
     def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Chooses a token; see AcceptanceRule."""
-        logits = self._sampler.admitted(logits)
-        weights = self._sampler.weights(logits.rows, history, block)
-        return self._choices(weights, logits.columns, len(history) + len(block))[0], None
+        weights = self.sampler.weights(logits, history, block)
+        return self._choices(weights, len(history) + len(block))[0], None
 
     def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Accepts what the target would have chosen; see AcceptanceRule."""
         self._noise.forget_before(len(history))
-        logits = self._sampler.admitted(logits)
-        rows, reachable = _reachable(self._sampler.weights, logits.rows, history, proposal)
-        verification = verify_choices(reachable.tokens, self._choices(rows, logits.columns, len(history)))
+        weights, reachable = _reachable(self.sampler.weights, logits, history, proposal)
+        verification = verify_choices(reachable.tokens, self._choices(weights, len(history)))
         return _without_impossible(verification, reachable, proposal)
 
-    def _choices(self, weights: Logits, columns: Columns, position: int) -> list[int]:
-        """Chooses a token for each row, the first of which stands at `position`."""
-        for row in range(len(weights)):
-            weights[row] /= self._noise.numbers(position + row, columns)
-        return columns.tokens(weights.argmax(axis=1))
+    def _choices(self, weights: Candidates, position: int) -> list[int]:
+        """Chooses a token for each row, the first of which stands at `position`; the weights are used up."""
+        self._noise.divide(weights, position)
+        return weights.columns.tokens(weights.rows.argmax(axis=1))
 
 
 def _verify(proposal: Proposal, target_probs: Candidates, uniforms: NDArray[np.float64]) -> Verification:
@@ -175,17 +154,17 @@ def _verify(proposal: Proposal, target_probs: Candidates, uniforms: NDArray[np.f
 
 
 def _reachable(
-    apply: Callable[[Logits, Sequence[int], Sequence[int]], Logits],
-    logits: Logits,
+    apply: Callable[[Candidates, Sequence[int], Sequence[int]], Candidates],
+    logits: Candidates,
     history: Sequence[int],
     proposal: Proposal,
-) -> tuple[Logits, Proposal]:
+) -> tuple[Candidates, Proposal]:
     """Applies sampling rules to a proposal's rows, and cuts it where they leave no token.
 
     Such a row may stand behind a token that is refused, and then it is no error: the text never gets there.
 
     Returns:
-        float32 [k + 1, vocab_size], and the k tokens up to the first such row, for which the one before stands in.
+        k + 1 rows, and the k tokens up to the first such row, for which the one before stands in.
 
     Raises:
         SamplingError: The first row has no token left.
@@ -195,9 +174,10 @@ def _reachable(
     except SamplingError as error:
         if error.row == 0:
             raise
-        rows = apply(logits[: error.row], history, proposal.tokens[: error.row - 1])
+        before = apply(logits.first(error.row), history, proposal.tokens[: error.row - 1])
         probs = None if proposal.probs is None else proposal.probs[: error.row]
-        return np.concatenate([rows, rows[-1:]]), Proposal(proposal.tokens[: error.row], probs)
+        rows = np.concatenate([before.rows, before.rows[-1:]])
+        return Candidates(rows, before.columns), Proposal(proposal.tokens[: error.row], probs)
 
 
 def _without_impossible(verification: Verification, reachable: Proposal, proposal: Proposal) -> Verification:

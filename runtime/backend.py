@@ -53,7 +53,9 @@ class TopLogitsContext(Protocol):
         """How many of a row it can find at most; 0 for none."""
         ...
 
-    def run_top(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int) -> TopLogits:
+    def run_top(
+        self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int, temperature: float
+    ) -> TopLogits:
         """Computes one pass as `Context.run` does.
 
         Args:
@@ -61,6 +63,7 @@ class TopLogitsContext(Protocol):
             past_length: Likewise.
             num_rows: How many rows to look at, the last ones, 1 to rows.
             count: How many logits of each to find, at least; 1 to max_top, and fewer than there are.
+            temperature: Of the rows' sums, above 0.
 
         Returns:
             The largest logits of each row.

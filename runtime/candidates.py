@@ -53,6 +53,15 @@ class Columns:
         tokens: list[int] = (columns if self.token_ids is None else self.token_ids[columns]).tolist()
         return tokens
 
+    def find(self, tokens: TokenIds) -> tuple[TokenIds, NDArray[np.bool_]]:
+        """Returns the columns of those tokens that have one, and which of the tokens they are."""
+        if self.token_ids is None:
+            here = tokens < self.width
+            return tokens[here], here
+        places = np.searchsorted(self.token_ids, tokens)
+        here = self.token_ids.take(places, mode="clip") == tokens
+        return places[here], here
+
     def places(self, tokens: Sequence[int] | TokenIds) -> TokenIds:
         """Returns the columns of tokens that have one."""
         return np.asarray(tokens, np.int64) if self.token_ids is None else np.searchsorted(self.token_ids, tokens)
@@ -65,15 +74,22 @@ class Candidates:
     Attributes:
         rows: float32 [rows, columns].
         columns: What they stand for.
+        rest: float64 [rows], of rows of logits what the softmax's sum at the text's temperature is more than the sum of these
+            columns, the largest logit's share being 1; None for nothing.
     """
 
     rows: NDArray[np.float32]
     columns: Columns
+    rest: NDArray[np.float64] | None = None
 
     @classmethod
     def whole(cls, rows: NDArray[np.float32]) -> "Candidates":
         """Takes rows in which column i stands for token i."""
         return cls(rows, Columns(rows.shape[1]))
+
+    def first(self, count: int) -> "Candidates":
+        """Returns the first rows."""
+        return Candidates(self.rows[:count], self.columns, None if self.rest is None else self.rest[:count])
 
     def below(self, vocab_size: int) -> "Candidates":
         """Leaves out the candidates from `vocab_size` on."""

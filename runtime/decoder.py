@@ -17,7 +17,7 @@ from .backend import ChainContext, Model, TopLogitsContext
 from .candidates import Candidates
 from .contract import DecoderSpec
 from .errors import LogitsError
-from .top_logits import SPARE
+from .top_logits import SPARE, TopRule
 
 _MAX_ROWS = 256
 _LOGITS_BYTES = 32 << 20
@@ -47,10 +47,10 @@ class Decoder:
         cancel: Checked before every pass; None for no check.
         passes: Passes run for the text in hand.
         seconds: Time spent in them.
-        num_top: How many of a row's largest logits decide the text in hand, where `candidates` brings only these from the
+        top_rule: Tells which of a row's largest logits decide the text in hand, where `candidates` brings only these from the
             device; None where it brings whole rows.
-        tied_passes: Passes that were run again for whole rows, since too many logits were as large as the last that decides.
-        last_total: The sum of exp(logit - largest) over the whole of the last row; None where that row came whole.
+        repeated_passes: Passes that were run again for whole rows, since what came did not decide.
+        last_total: The sum of exp(logit - largest) over the whole of the last row; None where it is not known.
     """
 
     def __init__(self, model: Model, max_length: int, *, num_rows: int) -> None:
@@ -66,8 +66,8 @@ class Decoder:
         self.cancel: threading.Event | None = None
         self.passes = 0
         self.seconds = 0.0
-        self.num_top: int | None = None
-        self.tied_passes = 0
+        self.top_rule: TopRule | None = None
+        self.repeated_passes = 0
         self.last_total: float | None = None
         self._model = model
         self._max_length = max_length
@@ -108,37 +108,38 @@ class Decoder:
         return self._feed(token_ids, num_rows, None).rows
 
     def candidates(self, token_ids: Sequence[int], num_rows: int) -> Candidates:
-        """Feeds tokens as `forward` does, and returns of their rows what decides the text in hand, see `num_top`."""
-        return self._feed(token_ids, num_rows, self.num_top)
+        """Feeds tokens as `forward` does, and returns of their rows what decides the text in hand, see `top_rule`."""
+        return self._feed(token_ids, num_rows, self.top_rule)
 
     def rewind_to(self, length: int) -> None:
         """Forgets all cached tokens from `length` on; does nothing when fewer are cached."""
         del self.tokens[length:]
 
-    def begin(self, prompt: Sequence[int], cancel: threading.Event | None, num_top: int | None = None) -> None:
+    def begin(self, prompt: Sequence[int], cancel: threading.Event | None, rule: TopRule | None = None) -> None:
         """Starts a text: counts anew, and keeps what is cached of its beginning.
 
         Args:
             prompt: At least one token. The last one is never kept: feeding it gives the text's first row.
             cancel: Checked before every pass from here on.
-            num_top: How many of a row's largest logits decide the text, with all as large as the last of them: `candidates`
-                need not bring more of a row from a device. None where whole rows are needed.
+            rule: Tells which of a row's largest logits decide the text: `candidates` need not bring more of a row from a
+                device. None where whole rows are needed.
         """
         self.rewind_to(length_in_common(self.tokens, prompt[:-1]))
-        self.passes, self.seconds, self.tied_passes = 0, 0.0, 0
+        self.passes, self.seconds, self.repeated_passes = 0, 0.0, 0
         self.cancel = cancel
-        self.bring_top(num_top)
+        self.bring_top(rule)
 
-    def bring_top(self, num_top: int | None) -> None:
+    def bring_top(self, rule: TopRule | None) -> None:
         """Lets `candidates` bring the largest logits only, where the context can; see `begin`."""
-        context, width = self._top_context, self.spec.vocab_size
-        finds = num_top is not None and context is not None and num_top + SPARE <= min(context.max_top, width - 1)
-        self.num_top = num_top if finds else None
+        self.top_rule = None
+        if rule is not None and rule.num_top and self._top_context is not None:
+            most = min(self._top_context.max_top, self.spec.vocab_size - 1)
+            self.top_rule = rule if rule.num_top + SPARE <= most else None
 
     @property
     def can_chain(self) -> bool:
         """Whether `chain` can be called in this text."""
-        return self.num_top is not None and self._chain_context is not None
+        return self.top_rule is not None and self._chain_context is not None
 
     def chain(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Feeds tokens behind the cached ones, and then each most probable token but the last, without leaving the device.
@@ -179,7 +180,7 @@ class Decoder:
         copy.tokens = list(self.tokens)
         return copy
 
-    def _feed(self, token_ids: Sequence[int], num_rows: int, num_top: int | None) -> Candidates:
+    def _feed(self, token_ids: Sequence[int], num_rows: int, rule: TopRule | None) -> Candidates:
         assert 1 <= num_rows <= len(token_ids) <= self.room(), (num_rows, len(token_ids), self.room())
         start = self.past_length
         tokens = np.asarray(token_ids, np.int64)
@@ -188,14 +189,14 @@ class Decoder:
         bounds = [*range(0, len(tokens) - last, self._max_rows), len(tokens) - last, len(tokens)]
         for begin, end in itertools.pairwise(bounds):
             if begin < end:
-                logits = self._run(tokens[begin:end], num_rows if end == len(tokens) else 0, num_top)
+                logits = self._run(tokens[begin:end], num_rows if end == len(tokens) else 0, rule)
         return self._refuse_logits(start) if logits is None else logits
 
-    def _run(self, tokens: NDArray[np.int64], num_rows: int, num_top: int | None) -> Candidates | None:
+    def _run(self, tokens: NDArray[np.int64], num_rows: int, rule: TopRule | None) -> Candidates | None:
         """Runs one pass; returns its last rows of logits, None where they hold NaN or infinity."""
         padded = self._padded(tokens)
         started = time.perf_counter()
-        logits = self._compute(padded, num_rows, len(padded) - len(tokens), num_top)
+        logits = self._compute(padded, tokens, num_rows, rule)
         self.seconds += time.perf_counter() - started
         self.passes += 1
         self.tokens += tokens.tolist()
@@ -208,22 +209,24 @@ class Decoder:
         padding = self.spec.rows_of_pass(len(tokens)) - len(tokens)
         return np.pad(tokens, (0, padding), mode="edge") if padding else tokens
 
-    def _compute(self, padded: NDArray[np.int64], num_rows: int, padding: int, num_top: int | None) -> Candidates | None:
+    def _compute(
+        self, padded: NDArray[np.int64], tokens: NDArray[np.int64], num_rows: int, rule: TopRule | None
+    ) -> Candidates | None:
         past = len(self.tokens)
         # Padding rows stand behind the real ones, which cannot see them; their cache slots are written over next time. They are
         # asked for even where no row is wanted: a backend may compute such rows apart, and this keeps them the same ones
         # whatever is proposed behind a prompt.
-        asked = num_rows + padding
-        if num_rows and num_top is not None:
+        asked = num_rows + len(padded) - len(tokens)
+        if num_rows and rule is not None:
             assert self._top_context is not None, "bring_top has looked"
-            top = self._top_context.run_top(padded, past, asked, num_top + SPARE).first(num_rows)
+            top = self._top_context.run_top(padded, past, asked, rule.num_top + SPARE, rule.top_temperature).first(num_rows)
             if not top.are_sound:
                 return None
-            if top.hold(num_top):
-                self.last_total = float(top.totals[-1])
+            if rule.decides(top, self.tokens, tokens):
+                self.last_total = float(top.totals[-1]) if rule.top_temperature == 1 else None
                 return top.candidates()
             self.passes += 1
-            self.tied_passes += 1
+            self.repeated_passes += 1
         self.last_total = None
         logits = self._context.run(padded, past, asked)[:num_rows]
         # The largest of a row tells: NaN is larger than all, and -inf is the largest only where there is nothing else.

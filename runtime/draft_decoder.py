@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from .candidates import Candidates
 from .decoder import Decoder, length_in_common
 from .draft_vocabulary import DraftVocabulary
+from .top_logits import TopRule
 
 
 class DraftDecoder:
@@ -104,13 +105,13 @@ class DraftDecoder:
         del self._ends[length:]
         self._decoder.rewind_to(self._ends[-1] if self._ends else 0)
 
-    def begin(self, prompt: Sequence[int], cancel: threading.Event | None, num_top: int | None = None) -> None:
+    def begin(self, prompt: Sequence[int], cancel: threading.Event | None, rule: TopRule | None = None) -> None:
         """Starts a text, as Decoder.begin does."""
         self.rewind_to(length_in_common(self.tokens, prompt[:-1]))
         self._decoder.passes, self._decoder.seconds = 0, 0.0
         self._decoder.cancel = cancel
         # Logits that stand for no token of the target may be the largest.
-        self._decoder.bring_top(num_top if self._vocabulary.is_proposed_whole else None)
+        self._decoder.bring_top(rule if self._vocabulary.is_proposed_whole else None)
 
     def fork(self) -> "DraftDecoder":
         """Returns a decoder with a copy of the cache; neither sees what the other does from here on."""

@@ -17,6 +17,11 @@ _ROUNDED_DOWN = 1 - 1e-6
 _STRIPES = 512
 
 
+def usable_temperature(temperature: float) -> np.float32:
+    """Returns the nearest temperature that float32 can divide by."""
+    return np.float32(np.clip(temperature, *_TEMPERATURES))
+
+
 def weights_of(logits: NDArray[np.float32], temperature: float) -> Weights:
     """Returns exp(logits / temperature), the largest of each row scaled to 1, as a new array.
 
@@ -28,7 +33,7 @@ def weights_of(logits: NDArray[np.float32], temperature: float) -> Weights:
     with np.errstate(over="ignore"):
         weights: Weights = logits - logits.max(axis=-1, keepdims=True)
         if temperature != 1:
-            weights /= np.float32(np.clip(temperature, *_TEMPERATURES))
+            weights /= usable_temperature(temperature)
     return np.exp(weights, out=weights)
 
 
@@ -46,11 +51,17 @@ def top_k(logits: NDArray[np.float32], k: int) -> NDArray[np.intp]:
     return large if places is None else places[large]
 
 
-def top_p(weights: Weights, mass: float) -> Kept:
-    """Tells the fewest heaviest tokens that make up at least `mass` of the row (Holtzman et al. 2020)."""
-    total = weights.sum(dtype=np.float64)
+def top_p(weights: Weights, mass: float, rest: float = 0.0) -> Kept:
+    """Tells the fewest heaviest tokens that make up at least `mass` of the row (Holtzman et al. 2020); all where none do.
+
+    Args:
+        weights: See the module.
+        mass: From 0 to 1.
+        rest: The weight of tokens of the row that are not among these, and lighter.
+    """
+    total = weights.sum(dtype=np.float64) + rest
     # All tokens lighter than this together are less than 1 - mass of the row: only the others need sorting.
-    floor = np.float32((1 - mass) * total / len(weights) * _ROUNDED_DOWN)
+    floor = 0 if rest else np.float32((1 - mass) * total / len(weights) * _ROUNDED_DOWN)
     heavy = np.sort(weights[weights >= floor])[::-1]
     kept: Kept = weights >= heavy[_first_covering(heavy, mass * total)]
     return kept

@@ -106,9 +106,8 @@ class Generation:
             decode: Token ids to text.
         """
         self.sequence = list(prompt)
-        self.stats = GenerationStats(
-            prompt_tokens=len(prompt), cached_tokens=target.past_length, top_logits=target.num_top or 0
-        )
+        top = 0 if target.top_rule is None else target.top_rule.num_top
+        self.stats = GenerationStats(prompt_tokens=len(prompt), cached_tokens=target.past_length, top_logits=top)
         self.finish_reason: FinishReason | None = None
         self._target = target
         self._drafter = drafter
@@ -239,7 +238,7 @@ class Generation:
         seconds = time.perf_counter() - started
         stats.target_passes, stats.target_seconds = self._target.passes, self._target.seconds
         stats.draft_passes, stats.draft_seconds = self._drafter.passes, self._drafter.seconds
-        stats.tied_passes = self._target.tied_passes
+        stats.repeated_passes = self._target.repeated_passes
         stats.total_seconds += seconds
         if stats.rounds == 1 and not stats.first_round_tokens:
             stats.first_token_seconds, stats.first_round_tokens = seconds, stats.new_tokens

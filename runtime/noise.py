@@ -9,7 +9,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-from .candidates import Columns
+from .candidates import Candidates
 
 _WORD = 2.0**-32
 # Of so many tokens alone, or fewer, the numbers are quicker found one by one.
@@ -52,21 +52,29 @@ class ExponentialNoise:
             row = self._rows[position] = self._generate(position, self._width)
         return row[:vocab_size]
 
-    def numbers(self, position: int, columns: Columns) -> NDArray[np.float32]:
-        """Returns float32 [columns], those of `row` for the tokens that columns stand for."""
-        token_ids = columns.token_ids
-        if token_ids is None:
-            return self.row(position, columns.width)
-        if len(token_ids) > _FEW or position in self._rows:
-            return self.row(position, columns.width)[token_ids]
-        words = _philox(token_ids.astype(np.uint64) // 8, self._key, position)
-        chosen = words[token_ids // 2 % 4, np.arange(len(token_ids))]
-        return _exponential(np.where(token_ids % 2, chosen >> _HALF, chosen & _LOW).astype(np.float32))
+    def divide(self, weights: Candidates, position: int) -> None:
+        """Divides each weight by the number of its token and its row's place, the first of which is `position`; in place."""
+        token_ids = weights.columns.token_ids
+        if token_ids is not None and len(token_ids) <= _FEW:
+            rows, columns = np.nonzero(weights.rows)
+            weights.rows[rows, columns] /= self._numbers(position + rows, token_ids[columns])
+            return
+        for place, row in enumerate(weights.rows, start=position):
+            numbers = self.row(place, weights.columns.width)
+            np.divide(row, numbers if token_ids is None else numbers[token_ids], out=row)
 
     def forget_before(self, position: int) -> None:
         """Frees the rows of earlier positions."""
         for old in [kept for kept in self._rows if kept < position]:
             del self._rows[old]
+
+    def _numbers(self, positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns float32 [n], those of `row` for pairs of a position and a token."""
+        keys = np.empty((2, len(positions)), np.uint64)
+        keys[0], keys[1] = self._key, positions
+        words = _philox(token_ids.astype(np.uint64) // 8, keys)
+        chosen = words[token_ids // 2 % 4, np.arange(len(token_ids))]
+        return _exponential(np.where(token_ids % 2, chosen >> _HALF, chosen & _LOW).astype(np.float32))
 
     def _generate(self, position: int, vocab_size: int) -> NDArray[np.float32]:
         words = np.random.Philox(key=np.array([self._key, position], np.uint64)).random_raw(-(-vocab_size // 2)).view(np.uint32)
@@ -85,10 +93,14 @@ def _exponential(words: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.negative(words, out=words)
 
 
-def _philox(blocks: NDArray[np.uint64], *key: int) -> NDArray[np.uint64]:
-    """Returns uint64 [4, n], the words of some blocks of numpy's Philox stream, which counts its blocks from 1."""
+def _philox(blocks: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns uint64 [4, n], the words of some blocks of numpy's Philox streams, which count their blocks from 1.
+
+    Args:
+        blocks: uint64 [n].
+        keys: uint64 [2, n], the key of each one's stream.
+    """
     lanes, others = np.stack([blocks + np.uint64(1), np.zeros_like(blocks)]), np.zeros((2, len(blocks)), np.uint64)
-    keys = np.array(key, np.uint64)[:, None]
     for _ in range(_ROUNDS):
         high, low = _product(lanes, _MULTIPLIERS)
         lanes, others = high[::-1] ^ others ^ keys, low[::-1]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 _REPLACEMENT = "\ufffd"
 _CHARACTER_BYTES = 4  # the longest UTF-8 character; while its last byte is missing, three tokens of one byte wait
 _LONGEST_WINDOW = 32  # ids without one end on a whole character; only bytes that are not text get this far
+_SETTLED_IDS = 4  # about as many are decoded before a new one: enough not to decode most of them once more by themselves
 _KEPT_WINDOW = 16  # of these: more bytes than the waiting characters have, so that the text's end stays the same
 
 
@@ -26,6 +27,8 @@ class IncrementalDecoder:
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         """Starts behind `context`, the ids of the text before, whose own text is left out."""
         self._decode = decode
+        self._settled: list[int]  # the last ids whose text is settled, and their text
+        self._settled_text: str
         end = list(context[-_LONGEST_WINDOW:])
         # Cut inside a character, the prompt's end would be stray bytes, which spoil the run of byte tokens they are in.
         starts = [skip for skip in range(_CHARACTER_BYTES) if (text := decode(end[skip:])) and text[0] != _REPLACEMENT]
@@ -41,6 +44,16 @@ class IncrementalDecoder:
 
     def append(self, token_id: int) -> str:
         """Takes the next id and returns the text, possibly empty, that is now certain whatever follows."""
+        if not self._pending:  # as nearly always, and then one call is enough: calls are what costs here
+            ids = [*self._settled, token_id]
+            text = self._decode(ids)
+            known = self._settled_text
+            if len(text) > len(known) and text.startswith(known) and text[-1] != _REPLACEMENT:
+                if len(ids) <= _SETTLED_IDS:
+                    self._settled, self._settled_text = ids, text
+                else:
+                    self._settle_behind([token_id])
+                return text[len(known) :]
         # A special token that the decoder leaves out must not grow the window. Doubled, because a lone space may be stripped.
         if not self._decode([token_id, token_id]):
             return ""

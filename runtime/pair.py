@@ -1,9 +1,10 @@
 """What all texts of a generator share: two models, their tokenizer, and the answer to "how is this text to be made?"."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class DecoderPair:
         model_prior: The acceptance rate to expect of the draft model.
         max_slowdown: By which fraction any 64 tokens may take longer than without speculation, where "auto" proposes.
         draft_vocabulary: The draft's, where its logits do not stand for the target's tokens column by column.
+        process_id: The process that it was made in.
 
     Raises:
         ValueError: An unknown drafter, one that needs a draft model where there is none, or a number out of range.
@@ -64,6 +66,14 @@ class DecoderPair:
     model_prior: float = MODEL_PRIOR
     max_slowdown: float = MAX_SLOWDOWN
     draft_vocabulary: DraftVocabulary | None = None
+    process_id: int = field(default_factory=os.getpid, init=False)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled or copied, and with it generators, sessions and chats, which all hold one."""
+        raise TypeError(
+            "A loaded generator, its sessions and chats cannot be pickled or copied, since engines and caches belong to their "
+            "process: call Generator.from_bundle in each process, or let threads share one generator."
+        )
 
     def __post_init__(self) -> None:
         """Refuses what cannot propose."""
@@ -76,6 +86,14 @@ class DecoderPair:
     def costs(self) -> PassCosts:
         """What passes cost; measured now if that was not done before."""
         return self.known_costs or measure_costs(self.target, self.draft)
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a fork of the process that loaded the models: an engine's threads are not in it."""
+        if os.getpid() != self.process_id:
+            raise RuntimeError(
+                f"This generator was loaded in process {self.process_id}, and this is its fork {os.getpid()}, without the "
+                "engines' threads: call Generator.from_bundle behind the fork, or start processes by 'spawn'."
+            )
 
     def open_draft(self, capacity: int) -> Decoder | DraftDecoder:
         """Returns a decoder of the draft that reads target tokens, up to `capacity` of them, or to its context's end.

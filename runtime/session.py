@@ -35,7 +35,9 @@ class Session:
 
         Raises:
             DeviceError: There is not so much memory.
+            RuntimeError: The models were loaded before this process was forked.
         """
+        pair.check_process()
         self._pair = pair
         self._max_length = max_length
         # Room for proposals beyond it, so that a text does not depend on how much was asked for.
@@ -131,11 +133,11 @@ class Session:
             uses_model = drafter in ("model", "hybrid") or (drafter == "auto" and pair.draft is not None)
             draft = self._draft_decoder() if uses_model else None
             self._current = None
-            num_top = None if params.logprobs is not None else rule.num_top
-            self._target.begin(tokens, cancel, num_top)
+            top_rule = None if params.logprobs is not None else rule.sampler
+            self._target.begin(tokens, cancel, top_rule)
             model = None
             if draft is not None:
-                draft.begin(tokens, cancel, None if self._draft_rows_are_whole(drafter, rule) else num_top)
+                draft.begin(tokens, cancel, None if self._draft_rows_are_whole(drafter, rule) else top_rule)
                 model = ModelDrafter(
                     draft,
                     rule,
@@ -180,6 +182,7 @@ class Session:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
+        self._pair.check_process()  # first, because a thread that is not in this fork may hold the lock
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("This session is in use by another thread: give each thread a session of its own.")
         try:

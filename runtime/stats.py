@@ -25,9 +25,9 @@ class GenerationStats:
         first_token_seconds: Of the first round, prefill included.
         first_round_tokens: Tokens of that round.
         total_seconds: Of all rounds; what a reader does between two pieces does not count.
-        top_logits: How many of a row's largest logits decided the text, where only these came from the target's device; 0 where
-            whole rows came.
-        tied_passes: Passes of the target that were run again for whole rows, since too many logits were equally large.
+        top_logits: How many of a row's largest logits were to decide the text, where only these came from the target's device;
+            0 where whole rows came.
+        repeated_passes: Passes of the target that were run again for whole rows, since what came did not decide.
     """
 
     prompt_tokens: int = 0
@@ -48,7 +48,7 @@ class GenerationStats:
     first_round_tokens: int = 0
     total_seconds: float = 0.0
     top_logits: int = 0
-    tied_passes: int = 0
+    repeated_passes: int = 0
 
     def count_round(self, num_proposed: int) -> None:
         """Counts one round and what it proposed."""

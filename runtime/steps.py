@@ -104,7 +104,9 @@ class SteppedContext:
         """See TopLogitsContext; 0 where the model's own context is none."""
         return self.whole.max_top if isinstance(self.whole, TopLogitsContext) else 0
 
-    def run_top(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int) -> TopLogits:
+    def run_top(
+        self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int, temperature: float
+    ) -> TopLogits:
         """Runs a pass piece by piece; see TopLogitsContext."""
         assert isinstance(self.whole, TopLogitsContext), "max_top tells"
         rows = len(token_ids)
@@ -112,7 +114,8 @@ class SteppedContext:
         for begin, end in cut_pass(rows, num_rows, self._fixed_rows):
             piece, past = token_ids[begin:end], past_length + begin
             if wanted := min(end - begin, max(0, end - (rows - num_rows))):
-                pieces.append(self.whole.run_top(piece, past, wanted, count).copy())  # the next run overwrites it
+                top = self.whole.run_top(piece, past, wanted, count, temperature)
+                pieces.append(top.copy())  # the next run overwrites it
             else:
                 self.whole.run(piece, past, 0)
         return TopLogits.joined(pieces)

@@ -20,6 +20,20 @@ if TYPE_CHECKING:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_REPLACEMENT = "\ufffd"
+
+
+class _TokenTexts(dict[int, str]):
+    """The text of each token alone, of those that were asked for: cold behind a pass, `tokenizers` takes ten times as long."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = str(self._tokenizer.decode([token_id], skip_special_tokens=True))
+        return text
+
 
 class Tokenizer:
     """A `tokenizers` tokenizer and the chat template that belongs to it.
@@ -56,6 +70,10 @@ class Tokenizer:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # Of byte-level tokens the bytes are put together; others change with what stands around them.
+        self._texts = (
+            _TokenTexts(self._tokenizer) if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel) else None
+        )
         self._chat_template = chat_template
         self._special_tokens = {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
@@ -142,6 +160,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of `token_ids`, without special tokens and unknown ids; bytes that are not UTF-8 read U+FFFD."""
+        if self._texts is not None:
+            text = "".join(map(self._texts.__getitem__, token_ids))
+            if _REPLACEMENT not in text:  # every token is whole characters
+                return text
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token(self, token_id: int) -> str:

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 from command_line import new_parser, run
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from runtime import SamplingParams
-    from runtime.sampling import Logits
+    from runtime.candidates import Candidates
+    from runtime.sampling import Sampler
 
 EXAMPLES = """examples:
   # the vocabulary of Qwen2.5, four draft tokens
@@ -22,7 +26,8 @@ EXAMPLES = """examples:
 
 Logits fall with the logarithm of their rank, as a language model's do; target and draft differ by noise. Each line is the
 judgement of one proposal: the target's rows through the sampling rules, acceptance, residual, correction or bonus. For the
-coupled rule, the noise of the proposed tokens is there already, as it is when a draft has proposed them.
+coupled rule, the noise of the proposed tokens is there already, as it is when a draft has proposed them. The columns with *
+are the same with what a device sends of both models' rows, only the largest logits, where the rules let it ("-" where not).
 """
 RULES: dict[str, dict[str, float]] = {
     "greedy": {},
@@ -64,34 +69,56 @@ def main() -> int:
     import numpy as np
 
     from runtime import SamplingParams
+    from runtime.candidates import Candidates
+    from runtime.sampling import Sampler
 
     random = np.random.default_rng(0)
     ranks = random.permuted(np.tile(np.arange(1, arguments.vocab_size + 1), (arguments.num_draft_tokens + 1, 1)), axis=1)
     target = (-2.0 * np.log(ranks) + random.normal(0, 0.5, ranks.shape)).astype(np.float32)
     draft = (target + random.normal(0, 0.5, ranks.shape)).astype(np.float32)
     history = random.integers(0, arguments.vocab_size, arguments.history).tolist()
-    print(f"{'rules':<22}{'rejection':>12}{'coupled':>12}   ms; vocabulary {arguments.vocab_size:,}, {len(target)} rows")
+    print(f"milliseconds; vocabulary {arguments.vocab_size:,}, {len(target)} rows")
+    print(f"{'rules':<22}" + "".join(f"{head:>12}" for head in ("rejection", "coupled", "rejection*", "coupled*")))
     for name, values in RULES.items():
         line = f"{name:<22}"
-        for acceptance in ("rejection", "coupled"):
-            params = SamplingParams(**values, seed=1, acceptance=acceptance)  # type: ignore[arg-type]
-            if not (params.greedy and acceptance == "coupled"):
-                milliseconds = [_time_judgement(params, target, draft, history) for _ in range(arguments.repeat)]
+        for only_largest in (False, True):
+            for acceptance in ("rejection", "coupled"):
+                params = SamplingParams(**values, seed=1, acceptance=acceptance)  # type: ignore[arg-type]
+                sampler = Sampler(params, prompt_length=len(history) // 2)
+                if (params.greedy and acceptance == "coupled") or (only_largest and not sampler.num_top):
+                    line += f"{'-':>12}"
+                    continue
+                judged, *proposed = (
+                    _largest(rows, sampler) if only_largest else Candidates.whole(rows)
+                    for rows in (target, *(row[None] for row in draft[:-1]))
+                )
+                milliseconds = [_time_judgement(params, sampler, judged, proposed, history) for _ in range(arguments.repeat)]
                 line += f"{statistics.median(milliseconds):12.2f}"
         print(line, flush=True)
     return 0
 
 
-def _time_judgement(params: "SamplingParams", target: "Logits", draft: "Logits", history: list[int]) -> float:
+def _largest(logits: "NDArray[np.float32]", sampler: "Sampler") -> "Candidates":
+    """Returns what a device would send of rows."""
+    import numpy as np
+
+    from runtime.filters import weights_of
+    from runtime.top_logits import SPARE, TopLogits
+
+    tokens = np.argsort(-logits, axis=1)[:, : sampler.num_top + SPARE]
+    totals = weights_of(logits, sampler.top_temperature).sum(axis=1)
+    return TopLogits(tokens, np.take_along_axis(logits, tokens, axis=1), totals, sampler.top_temperature).candidates()
+
+
+def _time_judgement(
+    params: "SamplingParams", sampler: "Sampler", target: "Candidates", draft: list["Candidates"], history: list[int]
+) -> float:
     """Lets the draft propose, and returns how many milliseconds the judgement takes."""
     import numpy as np
 
     from runtime.acceptance import AcceptanceRule, CoupledRule, GreedyRule, Proposal, RejectionRule
-    from runtime.candidates import Candidates
     from runtime.noise import ExponentialNoise
-    from runtime.sampling import Sampler
 
-    sampler = Sampler(params, prompt_length=len(history) // 2)
     rule: AcceptanceRule = GreedyRule(sampler)
     if not params.greedy and params.acceptance == "coupled":
         rule = CoupledRule(sampler, ExponentialNoise(params.seed))
@@ -99,13 +126,13 @@ def _time_judgement(params: "SamplingParams", target: "Logits", draft: "Logits",
         rule = RejectionRule(sampler, np.random.default_rng(params.seed))
     tokens: list[int] = []
     rows = []
-    for logits in draft[:-1]:
-        token, row = rule.propose(Candidates.whole(logits[None]), history, tokens)
+    for logits in draft:
+        token, row = rule.propose(logits, history, tokens)
         tokens.append(token)
         rows.append(row)
-    proposal, logits = Proposal.of(tokens, rows), Candidates.whole(target)
+    proposal = Proposal.of(tokens, rows)
     started = time.perf_counter()
-    rule.judge(proposal, logits, history)
+    rule.judge(proposal, target, history)
     return 1000 * (time.perf_counter() - started)
 
 

@@ -93,7 +93,8 @@ def measure(folder: Path, device: str, settings: dict[str, Any]) -> dict[str, An
 def top_equals_whole(generator: Generator, max_new_tokens: int) -> bool | None:
     """Whether texts of which only the largest logits came back are those of whole rows; None where whole rows come anyway."""
     usual = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    for params in (usual, dataclasses.replace(usual, temperature=0.8, top_k=20, seed=1)):
+    sampled = dataclasses.replace(usual, temperature=0.8, seed=1)
+    for params in (usual, dataclasses.replace(sampled, top_k=20), dataclasses.replace(sampled, top_p=0.9)):
         top = generator.generate(PROMPTS[0], params)
         if not top.stats.top_logits:
             return None

@@ -9,12 +9,23 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from runtime.backend import Model
+from runtime.candidates import Candidates
 from runtime.contract import DecoderSpec
 from runtime.generator import Generator
 from runtime.tokenizer import Tokenizer
 
 GARBAGE = -987_654_321  # what a cache slot holds that no pass has written, or that a pass spoils behind its own
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def ruled(
+    apply: Callable[[Candidates, Sequence[int], Sequence[int]], Candidates],
+    logits: NDArray[np.float32],
+    history: Sequence[int],
+    block: Sequence[int],
+) -> NDArray[np.float32]:
+    """What a sampler's method makes of rows as wide as the vocabulary."""
+    return apply(Candidates.whole(logits), history, block).rows
 
 
 class FakeModel:

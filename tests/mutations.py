@@ -103,7 +103,7 @@ def draft_with_other_noise(patch: pytest.MonkeyPatch) -> None:
     other, propose = ExponentialNoise(99), CoupledRule.propose
 
     def mutated(rule: CoupledRule, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, None]:
-        return propose(CoupledRule(rule._sampler, other), logits, history, block)
+        return propose(CoupledRule(rule.sampler, other), logits, history, block)
 
     patch.setattr(CoupledRule, "propose", mutated)
 

@@ -11,7 +11,7 @@ from runtime.noise import ExponentialNoise
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.verify import draw, verify
-from tests.fakes import FakeModel
+from tests.fakes import FakeModel, ruled
 
 
 @dataclass
@@ -125,12 +125,12 @@ class _PlainChooser:
         return tokens
 
     def _distribution(self, model: FakeModel, before: Sequence[int]) -> NDArray[np.float32]:
-        return self._sampler.distributions(model.logits(before)[None], before, [])[0]
+        return ruled(self._sampler.distributions, model.logits(before)[None], before, [])[0]
 
     def _choice(self, model: FakeModel, before: Sequence[int]) -> int:
         if self._greedy:
-            return int(self._sampler.scores(model.logits(before)[None], before, [])[0].argmax())
-        row = self._sampler.weights(model.logits(before)[None], before, [])[0]
+            return int(ruled(self._sampler.scores, model.logits(before)[None], before, [])[0].argmax())
+        row = ruled(self._sampler.weights, model.logits(before)[None], before, [])[0]
         return int((row / self._noise.row(len(before), len(row))).argmax())
 
 

@@ -165,6 +165,15 @@ def test_top_p_adds_in_float64() -> None:
     assert len(kept_by(filters.top_p, weights, 1 / (1 + 2.0**-5) + 1e-9)) == len(weights)
 
 
+@pytest.mark.parametrize(
+    ("mass", "rest", "kept"), [(0.5, 0.0, 1), (0.5, 0.9, 2), (0.5, 2.0, 3), (0.9, 0.5, 3), (0.9, 0.1, 2), (0.9999, 1e-9, 3)]
+)
+def test_top_p_counts_what_is_not_among_the_weights(mass: float, rest: float, kept: int) -> None:
+    # All of them are kept where they do not make up the mass, the light one too.
+    weights = np.array([0.001, 1, 0.5], np.float32)
+    assert filters.top_p(weights, mass, rest).sum() == kept
+
+
 # --- min_p ------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from runtime.generation import GenerationResult, Piece
 from runtime.generator import Generator
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
-from tests.fakes import FakeModel, fake_generator, fake_tokenizer, greedy_text, text_of
+from tests.fakes import FakeModel, fake_generator, fake_tokenizer, greedy_text, ruled, text_of
 from tests.plain_decoding import PlainText, plain_text
 
 PROMPT = [1, 2, 3, 1, 2]
@@ -522,7 +522,7 @@ def joint_law(target: FakeModel, prompt: Sequence[int], params: SamplingParams) 
         longer = {}
         for text, probability in law.items():
             before = [*prompt, *text]
-            row = Sampler(params, prompt_length=len(prompt)).distributions(target.logits(before)[None], before, [])[0]
+            row = ruled(Sampler(params, prompt_length=len(prompt)).distributions, target.logits(before)[None], before, [])[0]
             longer |= {(*text, token): probability * float(row[token]) for token in range(len(row))}
         law = longer
     return law

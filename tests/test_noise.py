@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from runtime.candidates import Columns
+from runtime.candidates import Candidates, Columns
 from runtime.noise import ExponentialNoise
 
 FALSE_ALARM = 1e-6
@@ -56,13 +56,20 @@ def test_a_row_is_philox_keyed_by_seed_and_position(seed: int, position: int, vo
 @pytest.mark.parametrize("count", [1, 8, 57, 300, 3000])
 def test_a_few_tokens_have_the_numbers_they_have_in_a_row(seed: int, position: int, count: int) -> None:
     vocab_size = 151_936
-    token_ids = np.sort(np.random.default_rng(count).permutation(vocab_size)[:count])
-    row = ExponentialNoise(seed).row(position, vocab_size)
-    before, behind = ExponentialNoise(seed), ExponentialNoise(seed)
-    behind.row(position, vocab_size)
-    for noise in (before, behind):
-        assert np.array_equal(noise.numbers(position, Columns.of(token_ids)), row[token_ids])
-    assert np.array_equal(before.numbers(position, Columns(vocab_size)), row)
+    random = np.random.default_rng(count)
+    token_ids = np.sort(random.permutation(vocab_size)[:count])
+    weights = random.integers(0, 3, (3, count)).astype(np.float32)  # many are 0
+    whole = np.stack([ExponentialNoise(seed).row(position + row, vocab_size) for row in range(3)])
+    divided = Candidates(weights.copy(), Columns.of(token_ids))
+    ExponentialNoise(seed).divide(divided, position)
+    assert np.array_equal(divided.rows, weights / whole[:, token_ids])
+
+
+def test_whole_rows_are_divided_by_whole_rows() -> None:
+    weights = np.random.default_rng(0).random((3, 100), np.float32)
+    divided = Candidates.whole(weights.copy())
+    ExponentialNoise(5).divide(divided, 7)
+    assert np.array_equal(divided.rows, weights / np.stack([ExponentialNoise(5).row(7 + row, 100) for row in range(3)]))
 
 
 def test_a_row_for_two_widths_is_made_once() -> None:

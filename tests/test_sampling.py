@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runtime.errors import SamplingError
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
+from tests.fakes import ruled
 
 INF = math.inf
 Words = tuple[tuple[int, ...], ...]
@@ -172,11 +173,14 @@ def check_against_the_reference(rule: dict[str, object], logits: np.ndarray, his
     before = [(*history, *block[:row]) for row in range(len(logits))]
     rest = (params, prompt_length, ends, words)
     scores = [reference_scores(row, seen, *rest) for row, seen in zip(logits.tolist(), before, strict=True)]
-    got = sampler.scores(logits, history, block)
+    got = ruled(sampler.scores, logits, history, block)
     np.testing.assert_allclose(got, scores, rtol=1e-5, atol=1e-5)
     assert got.dtype == np.float32
     expected = np.array([reference_row(row, seen, *rest) for row, seen in zip(logits.tolist(), before, strict=True)])
-    for rows in (sampler.distributions(logits, history, block), sampler.weights(logits, history, block)):
+    for rows in (
+        ruled(sampler.distributions, logits, history, block),
+        ruled(sampler.weights, logits, history, block),
+    ):
         assert rows.dtype == np.float32
         assert np.array_equal(rows > 0, expected > 0)
         np.testing.assert_allclose(rows / rows.sum(axis=1, keepdims=True, dtype=np.float64), expected, rtol=2e-5, atol=1e-9)
@@ -200,26 +204,26 @@ def test_rules_together_follow_their_definitions_in_order(seed: int) -> None:
 def test_rows_sum_to_one_and_logits_are_left_alone(name: str) -> None:
     logits, sampler = random_logits(3, 1000, 1), sampler_of(RULES[name])
     before = logits.copy()
-    rows = sampler.distributions(logits, [1], [2, 3])
+    rows = ruled(sampler.distributions, logits, [1], [2, 3])
     np.testing.assert_allclose(rows.sum(axis=1, dtype=np.float64), 1, rtol=0, atol=1e-6)
-    for array in (rows, sampler.weights(logits, [1], [2, 3])):
+    for array in (rows, ruled(sampler.weights, logits, [1], [2, 3])):
         assert not np.shares_memory(array, logits)
     logits.flags.writeable = False  # a view of the model's own buffer is not written to either
-    sampler.scores(logits, [1], [2, 3])
+    ruled(sampler.scores, logits, [1], [2, 3])
     assert np.array_equal(logits, before)
 
 
 @pytest.mark.parametrize("name", ["plain", "cold", "filters"])
 def test_logits_come_back_as_they_are_where_no_rule_changes_them(name: str) -> None:
     logits = random_logits(2, 8, 0)
-    assert sampler_of(RULES[name]).scores(logits, [1], [2]) is logits
+    assert ruled(sampler_of(RULES[name]).scores, logits, [1], [2]) is logits
 
 
 def test_greedy_params_change_logits_and_ignore_the_filters() -> None:
     logits = random_logits(2, 8, 0)
     greedy = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0, top_k=1, top_p=0.1, min_p=0.9))
     sampled = Sampler(SamplingParams(temperature=0.5, repetition_penalty=2.0))
-    assert np.array_equal(greedy.scores(logits, [1], [2]), sampled.scores(logits, [1], [2]))
+    assert np.array_equal(ruled(greedy.scores, logits, [1], [2]), ruled(sampled.scores, logits, [1], [2]))
 
 
 # --- which tokens a row sees ------------------------------------------------------------------------------------------
@@ -255,22 +259,22 @@ def test_each_row_of_a_block_equals_the_row_alone(
     for name in ("scores", "weights", "distributions"):
         apply = getattr(sampler, name)
         try:
-            together = apply(logits, history, block)
+            together = ruled(apply, logits, history, block)
         except SamplingError:
             continue
         for row in range(len(logits)):
-            alone = apply(logits[row : row + 1], history, block[:row])
+            alone = ruled(apply, logits[row : row + 1], history, block[:row])
             assert np.array_equal(alone[0], together[row])
-            joined = apply(logits[row : row + 1], [*history, *block[:row]], [])
+            joined = ruled(apply, logits[row : row + 1], [*history, *block[:row]], [])
             assert np.array_equal(joined[0], together[row])
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_wide_rows_do_not_depend_on_the_rows_they_are_computed_with(name: str) -> None:
     logits, sampler = random_logits(4, 1300, 2), sampler_of(RULES[name])
-    together = sampler.distributions(logits, [3, 4], [7, 3, 9])
+    together = ruled(sampler.distributions, logits, [3, 4], [7, 3, 9])
     for row in range(4):
-        alone = sampler.distributions(logits[row : row + 1], [3, 4], [7, 3, 9][:row])
+        alone = ruled(sampler.distributions, logits[row : row + 1], [3, 4], [7, 3, 9][:row])
         assert np.array_equal(alone[0], together[row])
 
 
@@ -291,34 +295,37 @@ def test_row_i_stands_behind_the_first_tokens_of_the_block(name: str) -> None:
     rule, expected = SEEN[name]
     logits = np.array([[2.0, 2.0, -2.0, -2.0, 0.0]] * 3, np.float32)
     # The prompt is one token, the new text [0], the block [1, 2]; the penalty alone sees the prompt's token, whose logit is 0.
-    assert sampler_of(rule, 1).scores(logits, [4, 0], [1, 2]).tolist() == expected
+    assert ruled(sampler_of(rule, 1).scores, logits, [4, 0], [1, 2]).tolist() == expected
     # Fewer rows than tokens: the rows end with the block.
-    assert sampler_of(rule, 1).scores(logits[1:], [4, 0], [1, 2]).tolist() == expected[1:]
+    assert ruled(sampler_of(rule, 1).scores, logits[1:], [4, 0], [1, 2]).tolist() == expected[1:]
 
 
 def test_presence_and_frequency_do_not_see_the_prompt() -> None:
     logits = np.zeros((2, 4), np.float32)
     sampler = Sampler(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), prompt_length=3)
-    assert sampler.scores(logits, [1, 2, 1, 3, 1, 1], [1]).tolist() == [[0, -1, 0, -0.75], [0, -1.25, 0, -0.75]]
+    assert ruled(sampler.scores, logits, [1, 2, 1, 3, 1, 1], [1]).tolist() == [
+        [0, -1, 0, -0.75],
+        [0, -1.25, 0, -0.75],
+    ]
     # A history shorter than the prompt, as a session may have: all of it is prompt.
-    assert sampler.scores(logits[:1], [1, 2], []).tolist() == [[0, 0, 0, 0]]
+    assert ruled(sampler.scores, logits[:1], [1, 2], []).tolist() == [[0, 0, 0, 0]]
 
 
 def test_end_tokens_are_free_from_the_token_behind_min_new_tokens_on() -> None:
     sampler = Sampler(SamplingParams(min_new_tokens=2), prompt_length=3, end_token_ids=[1])
-    rows = sampler.scores(np.zeros((4, 3), np.float32), [0, 1, 1], [1, 1, 1])
+    rows = ruled(sampler.scores, np.zeros((4, 3), np.float32), [0, 1, 1], [1, 1, 1])
     assert np.isneginf(rows[:, 1]).tolist() == [True, True, False, False]
 
 
 def test_a_ban_stands_above_any_bias() -> None:
     params = SamplingParams(logit_bias={0: 1e300, 1: 1e300, 2: 1e300}, no_repeat_ngram_size=1, min_new_tokens=9)
-    rows = Sampler(params, end_token_ids=[1], bad_words=[(2,)]).scores(np.zeros((1, 4), np.float32), [0], [])
+    rows = ruled(Sampler(params, end_token_ids=[1], bad_words=[(2,)]).scores, np.zeros((1, 4), np.float32), [0], [])
     assert rows.tolist() == [[-INF, -INF, -INF, 0]]
 
 
 def test_bad_words_of_the_params_are_for_the_tokenizer_not_for_the_sampler() -> None:
     logits = np.zeros((1, 4), np.float32)
-    assert Sampler(SamplingParams(bad_words=[[1], "word"])).scores(logits, [0], []) is logits
+    assert ruled(Sampler(SamplingParams(bad_words=[[1], "word"])).scores, logits, [0], []) is logits
 
 
 # --- nothing left -----------------------------------------------------------------------------------------------------
@@ -338,18 +345,19 @@ def test_rules_that_leave_no_token_are_named_with_the_place(rule: dict[str, obje
     sampler, logits = sampler_of(rule), random_logits(3, 3, 0)
     for apply in (sampler.scores, sampler.weights, sampler.distributions):
         with pytest.raises(SamplingError, match=re.escape(f"leave no token to choose at position {position}: bad_words, ")):
-            apply(logits, [2, 2], [1, 2])
+            ruled(apply, logits, [2, 2], [1, 2])
 
 
 def test_a_token_the_model_itself_excludes_is_not_left_either() -> None:
     logits = np.array([[-INF, -INF, 5.0]], np.float32)
     sampler = sampler_of({"words": ((2,),)})
     with pytest.raises(SamplingError):
-        sampler.scores(logits, [0], [])
+        ruled(sampler.scores, logits, [0], [])
 
 
 def test_the_last_token_that_is_left_is_enough() -> None:
-    row = sampler_of({"words": ((0,), (1,)), "top_p": 0.1, "typical_p": 0.1}).distributions(random_logits(1, 3, 0), [0], [])
+    sampler = sampler_of({"words": ((0,), (1,)), "top_p": 0.1, "typical_p": 0.1})
+    row = ruled(sampler.distributions, random_logits(1, 3, 0), [0], [])
     assert row.tolist() == [[0, 0, 1]]
 
 
@@ -392,7 +400,7 @@ EDGE_ROWS = [
 @pytest.mark.parametrize("logits", EDGE_ROWS, ids=str)
 @pytest.mark.parametrize("name", EDGES)
 def test_at_the_edges_rows_are_still_distributions(name: str, logits: list[float]) -> None:
-    rows = sampler_of(EDGES[name], 1).distributions(np.array([logits], np.float32), [0, 0, 1, 2, 99], [])
+    rows = ruled(sampler_of(EDGES[name], 1).distributions, np.array([logits], np.float32), [0, 0, 1, 2, 99], [])
     assert np.isfinite(rows).all()
     assert rows.min() >= 0
     assert rows.sum() == pytest.approx(1, abs=1e-6)
@@ -404,14 +412,14 @@ def test_at_the_edges_rows_are_still_distributions(name: str, logits: list[float
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     logits = np.vstack([random_logits(3, 20, 4), np.full((1, 20), -1e38), random_logits(1, 20, 5) * 1e30]).astype(np.float32)
     logits[3, 7] = 1e38
-    rows = Sampler(SamplingParams(temperature=temperature)).distributions(logits, [], [0] * 4)
+    rows = ruled(Sampler(SamplingParams(temperature=temperature)).distributions, logits, [], [0] * 4)
     assert np.array_equal(rows, np.eye(20)[logits.argmax(axis=1)])
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("temperature", [1e30, 1e38, 3e38, 1e39, 1e300])
 def test_the_largest_temperatures_are_uniform(temperature: float) -> None:
-    rows = Sampler(SamplingParams(temperature=temperature)).distributions(random_logits(2, 20, 4), [], [0])
+    rows = ruled(Sampler(SamplingParams(temperature=temperature)).distributions, random_logits(2, 20, 4), [], [0])
     np.testing.assert_allclose(rows, 1 / 20, rtol=1e-6)
 
 
@@ -420,7 +428,7 @@ def test_the_largest_temperatures_are_uniform(temperature: float) -> None:
     "rule", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"typical_p": 0.5}, {"no_repeat_ngram_size": 2}]
 )
 def test_a_vocabulary_of_one_token_has_one_answer(rule: dict[str, object]) -> None:
-    rows = sampler_of(rule).distributions(np.array([[-7.0], [7.0]], np.float32), [5], [6])
+    rows = ruled(sampler_of(rule).distributions, np.array([[-7.0], [7.0]], np.float32), [5], [6])
     assert rows.tolist() == [[1], [1]]
 
 
@@ -428,16 +436,16 @@ def test_equal_tokens_share_the_fate_of_the_last_one_kept() -> None:
     """Where transformers cuts between equal tokens by their place in its sort, all of them are kept."""
     flat = np.zeros((1, 8), np.float32)
     for rule in ({"top_k": 3}, {"top_p": 1e-12}, {"typical_p": 1e-12}, {"min_p": 1.0}):
-        np.testing.assert_allclose(sampler_of(rule).distributions(flat, [0], []), [[1 / 8] * 8], rtol=1e-6)
+        np.testing.assert_allclose(ruled(sampler_of(rule).distributions, flat, [0], []), [[1 / 8] * 8], rtol=1e-6)
     tied = np.array([[2, 1, 1, 0]], np.float32)
-    assert (sampler_of({"top_k": 2}).distributions(tied, [0], []) > 0).tolist() == [[True, True, True, False]]
+    assert (ruled(sampler_of({"top_k": 2}).distributions, tied, [0], []) > 0).tolist() == [[True, True, True, False]]
 
 
 @pytest.mark.parametrize("vocab_size", [511, 512, 513, 1100])
 @pytest.mark.parametrize("top_k", [1, 2, 40, 511, 512, 513])
 def test_top_k_of_wide_rows_with_many_ties(vocab_size: int, top_k: int) -> None:
     logits = np.random.default_rng(vocab_size).integers(0, 40, (2, vocab_size)).astype(np.float32)
-    rows = sampler_of({"top_k": top_k}).distributions(logits, [0], [1])
+    rows = ruled(sampler_of({"top_k": top_k}).distributions, logits, [0], [1])
     for row, scores in zip(rows, logits, strict=True):
         kth = np.sort(scores)[-min(top_k, vocab_size)]
         expected = np.where(scores >= kth, np.exp(scores.astype(np.float64)), 0)

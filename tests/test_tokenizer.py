@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RawTokenizer
@@ -100,6 +101,20 @@ def test_decode_leaves_out_special_and_unknown_tokens_and_marks_wrong_bytes() ->
     raw = RawTokenizer.from_str(byte_level_json())
     lead = raw.token_to_id("Ã")  # the byte 0xC3
     assert tokenizer.decode([0, *tokenizer.encode("end")[1:], 2, 10**6, lead]) == "end\ufffd"
+
+
+def test_tokens_put_together_read_as_decoded_at_once() -> None:
+    """Of each token alone the text is remembered; bytes of one character lie in several."""
+    raw = RawTokenizer.from_str(byte_level_json())
+    raw.add_tokens([AddedToken("<tool>", special=False), AddedToken(" naïve\ufffd", special=False)])
+    tokenizer = Tokenizer(raw.to_str())
+    size = raw.get_vocab_size()
+    random = np.random.default_rng(0)
+    for text in ("naïve 世界 café", "the end<tool>of"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    for length in (1, 2, 3, 5, 9):
+        for ids in random.integers(0, size + 3, (2000, length)).tolist():
+            assert tokenizer.decode(ids) == raw.decode(ids, skip_special_tokens=True), ids
 
 
 def test_one_token_for_traces() -> None:

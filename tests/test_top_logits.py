@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from runtime import sampling
 from runtime.candidates import Columns
 from runtime.decoder import Cancelled, Decoder
 from runtime.draft_vocabulary import DraftVocabulary
@@ -16,6 +17,7 @@ from runtime.errors import LogitsError
 from runtime.generation import GenerationResult
 from runtime.pair import DecoderPair
 from runtime.pass_costs import PassCosts
+from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.session import Session
 from runtime.steps import SteppedModel
@@ -25,6 +27,7 @@ from tests.fakes import FakeContext, FakeModel, fake_tokenizer
 PROMPT = [1, 2, 3, 1, 2]
 COSTS = PassCosts(((1, 10.0), (2, 10.5), (17, 12.0)), ((1, 0.5), (8, 1.0)))
 VOCAB = 24
+GREEDY = Sampler(SamplingParams())
 
 
 class DeviceContext(FakeContext):
@@ -37,7 +40,9 @@ class DeviceContext(FakeContext):
         self._model.whole_rows += num_rows
         return super().run(token_ids, past_length, num_rows)
 
-    def run_top(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int) -> TopLogits:
+    def run_top(
+        self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int, temperature: float
+    ) -> TopLogits:
         if self.last is not None:  # what was given before may be overwritten
             self.last.tokens[:], self.last.logits[:] = 0, 100
         assert 1 <= count <= self.max_top
@@ -47,9 +52,9 @@ class DeviceContext(FakeContext):
         tokens = rows.shape[1] - 1 - tokens
         logits = np.take_along_axis(rows, tokens, axis=1)
         with np.errstate(invalid="ignore"):
-            totals = np.exp(rows - rows.max(axis=1, keepdims=True)).sum(axis=1)
+            totals = np.exp((rows - rows.max(axis=1, keepdims=True)) / np.float32(temperature)).sum(axis=1)
         self._model.top_counts.add(count)
-        self.last = TopLogits(tokens, logits, totals)
+        self.last = TopLogits(tokens, logits, totals, temperature)
         return self.last
 
 
@@ -60,7 +65,7 @@ class QueueContext(DeviceContext):
         self._model.chains.append(num_passes)
         found = []
         for _ in range(num_passes):
-            found.append(self.run_top(token_ids, past_length, len(token_ids) - row, 1).first(1).copy())
+            found.append(self.run_top(token_ids, past_length, len(token_ids) - row, 1, 1.0).first(1).copy())
             past_length, row = past_length + row + 1, 0
             token_ids = np.full(self._model.spec.rows_of_pass(1), found[-1].tokens[0, 0])
         return TopLogits(*(np.concatenate([getattr(one, name) for one in found]) for name in ("tokens", "logits", "totals")))
@@ -99,7 +104,7 @@ def generate(pair: DecoderPair, drafter: str, **params: object) -> GenerationRes
 
 def counts_of(result: GenerationResult) -> dict[str, object]:
     stats = dataclasses.asdict(result.stats)
-    device = {"draft_passes", "target_passes", "top_logits", "tied_passes"}
+    device = {"draft_passes", "target_passes", "top_logits", "repeated_passes"}
     return {name: value for name, value in stats.items() if "seconds" not in name and name not in device}
 
 
@@ -115,6 +120,75 @@ RULES = {
 def changed(params: SamplingParams) -> dict[str, object]:
     default = SamplingParams()
     return {f.name: v for f in dataclasses.fields(params) if (v := getattr(params, f.name)) != getattr(default, f.name)}
+
+
+# These decide by the logits that came, mostly.
+MOSTLY = {
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top-p coupled": SamplingParams(temperature=1.4, top_p=0.7, acceptance="coupled"),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.05),
+    "all cuts": SamplingParams(temperature=1.2, top_p=0.95, min_p=0.02, typical_p=0.9, acceptance="coupled"),
+    "greedy penalties": SamplingParams(
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1, logit_bias={3: -1.0}, bad_words=[[5], [4, 6]]
+    ),
+    "top-k penalties": SamplingParams(
+        temperature=1.0, top_k=2, repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=5, acceptance="coupled"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_NUCLEUS", 8)
+
+
+@pytest.mark.parametrize("step", [0, 0.5], ids=["any", "equal"])
+@pytest.mark.parametrize("drafter", ["off", "lookup", "model"])
+@pytest.mark.parametrize("rule", MOSTLY)
+def test_the_text_is_that_of_whole_rows_where_few_come(rule: str, drafter: str, step: float) -> None:
+    params = changed(MOSTLY[rule])
+    expected = generate(pair_of(FakeContext, period=3, step=step), drafter, **params)
+    pair = pair_of(DeviceContext, period=3, step=step)
+    found = generate(pair, drafter, **params)
+    assert found.token_ids == expected.token_ids
+    assert counts_of(found) == counts_of(expected)
+    assert (found.stats.top_logits, expected.stats.top_logits) == (8, 0)
+    assert found.stats.target_passes == expected.stats.target_passes + found.stats.repeated_passes
+    assert found.stats.repeated_passes < found.stats.rounds / 2
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "logits", "rest", "decides"),
+    [
+        # Of 1, 1/2, 1/4, 1/8 and a rest of 1/8, half the mass is the first token, three quarters are the first two.
+        ({"top_p": 0.5}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, False),  # to the last bit: the sum may be rounded
+        ({"top_p": 0.49}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, True),
+        ({"top_p": 0.51}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, True),
+        ({"top_p": 0.874}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, True),
+        ({"top_p": 0.876}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, False),  # the last that came may have equals
+        ({"top_p": 0.95}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, False),
+        ({"top_p": 0.95}, [4, 2, 7, 1], [0, -1, -2, -3], 0.0, False),
+        ({"top_p": 0.95, "min_p": 0.2}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, True),
+        ({"min_p": 0.2}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, True),
+        ({"min_p": 0.1}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, False),
+        ({"temperature": 0.0, "repetition_penalty": 1.5}, [4, 2, 7, 1], [0, -1, -2, -3], 0.125, True),
+        ({"temperature": 0.0, "repetition_penalty": 1.5}, [4, 2, 3, 1], [0, -1, -2, -3], 0.125, False),  # all were seen
+        ({"temperature": 0.0, "repetition_penalty": 1.5}, [9, 2, 4, 3], [0, 0, 0, 0], 0.125, False),
+        ({"temperature": 0.0, "logit_bias": {9: -1.0}}, [4, 2, 9, 1], [0, -1, -2, -3], 0.125, False),
+        ({"top_k": 2, "bad_words": [[9]]}, [8, 9, 7, 1], [0, -1, -2, -3], 0.125, True),
+        ({"top_k": 2, "bad_words": [[9]]}, [8, 9, 4, 1], [0, -1, -2, -3], 0.125, False),
+    ],
+    ids=str,
+)
+def test_when_a_few_logits_decide(
+    params: dict[str, object], tokens: list[int], logits: list[float], rest: float, decides: bool
+) -> None:
+    rules = SamplingParams(**{"temperature": 1 / np.log(2), **params})
+    row = np.array([logits], np.float32)
+    total = np.exp2(row).sum() + rest if rules.temperature else np.exp(row).sum() + rest
+    top = TopLogits(np.array([tokens]), row, np.array([total], np.float32), rules.temperature or 1.0)
+    words = [tuple(word) for word in params.get("bad_words", ())]
+    assert Sampler(rules, bad_words=words).decides(top, [1, 2, 3], [4]) == decides
 
 
 @pytest.mark.parametrize("drafter", ["off", "lookup", "model", "hybrid", "auto"])
@@ -143,14 +217,15 @@ def test_the_text_is_that_of_whole_rows_and_none_come(rule: str, form: type[Fake
     "params",
     [
         {"temperature": 0.8},
-        {"temperature": 0.8, "top_p": 0.5},
+        {"temperature": 0.8, "typical_p": 0.5},
         {"temperature": 0.8, "top_k": 9},  # more than the context finds
         {"logprobs": 1},
-        {"repetition_penalty": 1.2},
-        {"logit_bias": {3: 1.0}},
-        {"bad_words": [[3]]},
-        {"min_new_tokens": 3},
-        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 0.9},  # what raises a logit may raise one that did not come
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": -0.1},
+        {"logit_bias": {3: -1.0, 4: 1.0}},
+        {"temperature": 0.8, "top_p": 0.5, "repetition_penalty": 1.2},
+        {"temperature": 0.8, "min_new_tokens": 3},
     ],
     ids=str,
 )
@@ -170,9 +245,9 @@ def test_logits_that_tie_at_the_end_of_what_came_are_all_looked_at(rule: str) ->
     pair = pair_of(DeviceContext, step=2.5)
     found = generate(pair, "model", **changed(params))
     assert (found.token_ids, counts_of(found)) == (expected.token_ids, counts_of(expected))
-    assert found.stats.tied_passes > 0
+    assert found.stats.repeated_passes > 0
     assert pair.target.whole_rows > 0
-    assert found.stats.target_passes == expected.stats.target_passes + found.stats.tied_passes
+    assert found.stats.target_passes == expected.stats.target_passes + found.stats.repeated_passes
 
 
 def test_a_session_decides_anew_for_each_text() -> None:
@@ -187,7 +262,7 @@ def test_a_session_decides_anew_for_each_text() -> None:
 def test_broken_logits_are_refused_and_the_cache_is_as_before(value: float) -> None:
     model = DeviceModel(broken_at=5, broken_value=value)
     decoder = Decoder(model, 40, num_rows=4)
-    decoder.begin([1], None, 1)
+    decoder.begin([1], None, GREEDY)
     decoder.candidates([1, 2, 3], 1)
     with pytest.raises(LogitsError, match="NaN or infinite logits at position 6: "):
         decoder.candidates([4, 5, 6], 2)
@@ -203,7 +278,7 @@ def test_a_chain_is_forward_and_choose_again_and_again() -> None:
         model = DeviceModel(**rows)
         decoder = Decoder(model, 300, num_rows=1)
         prompt = np.random.default_rng(0).integers(0, VOCAB, 280).tolist()  # more than one pass
-        decoder.begin(prompt, None, 1)
+        decoder.begin(prompt, None, GREEDY)
         text = [*prompt]
         for unread, wanted in (([*prompt], 4), ([7, 8], 1), ([9], 10)):
             text = [*decoder.tokens, *unread]
@@ -218,7 +293,7 @@ def test_a_chain_is_forward_and_choose_again_and_again() -> None:
 
 def test_a_chain_hears_of_a_cancellation_before_it_begins() -> None:
     decoder, cancel = Decoder(DeviceModel(), 40, num_rows=1), threading.Event()
-    decoder.begin([1], cancel, 1)
+    decoder.begin([1], cancel, GREEDY)
     cancel.set()
     with pytest.raises(Cancelled):
         decoder.chain([1, 2], 3)
@@ -304,6 +379,6 @@ def test_rows_have_a_column_for_what_any_of_them_brought() -> None:
 
 
 @pytest.mark.parametrize(("logits", "holds"), [([5, 4, 3], True), ([5, 4, 4], False), ([5, 5, 4], True), ([4, 4, 4], False)])
-def test_what_came_holds_where_the_last_of_it_is_smaller(logits: list[float], holds: bool) -> None:
+def test_what_came_decides_where_the_last_of_it_is_smaller(logits: list[float], holds: bool) -> None:
     top = TopLogits(np.array([[0, 1, 2]]), np.array([logits], np.float32), np.ones(1, np.float32))
-    assert top.hold(2) == holds
+    assert Sampler(SamplingParams(temperature=1.0, top_k=2)).decides(top, [], []) == holds

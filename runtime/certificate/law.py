@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runtime.candidates import Candidates, Columns
 from runtime.decoder import Decoder
@@ -155,10 +154,10 @@ class SampledLaw:
         least (1 - d) / (1 + d) (Daliri, Musco & Suresh 2024, theorem 3). Chance adds less than Hoeffding's bound.
         """
         sampler = Sampler(self.params, prompt_length=len(prompt))
-        target_row = sampler.distributions(_row(target, prompt), prompt, ())[0].astype(np.float64)
-        draft = sampler.admitted(draft_logits.below(len(target_row)))
-        draft_probs = Candidates(sampler.distributions(draft.rows, prompt, ()), draft.columns)
-        most = float(np.minimum(target_row, draft_probs.over(Columns(len(target_row)), 0)[0]).sum())
+        vocabulary = Columns(target.spec.vocab_size)
+        target_row = sampler.distributions(_logits(target, prompt), prompt, ()).rows[0]
+        draft_probs = sampler.distributions(draft_logits.below(vocabulary.width), prompt, ())
+        most = float(np.minimum(target_row, draft_probs.over(vocabulary, 0)[0]).sum(dtype=np.float64))
         least = most if self.params.acceptance == "rejection" else most / (2 - most)
         reach = math.sqrt(math.log(2 / FALSE_ALARM) / (2 * self.samples))
         bounds = f"{most:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
@@ -181,7 +180,7 @@ def target_law(
         longer: dict[tuple[int, ...], float] = {}
         for outcome, probability in law.items():
             text = [*prompt, *outcome]
-            row = sampler.distributions(_row(model, text), text, ())[0].astype(np.float64)
+            row = sampler.distributions(_logits(model, text), text, ()).rows[0].astype(np.float64)
             row /= row.sum()
             for token in np.flatnonzero(row).tolist():
                 longer[(*outcome, token)] = probability * float(row[token])
@@ -189,13 +188,13 @@ def target_law(
     return law
 
 
-def _row(model: ReplayedModel, text: Sequence[int]) -> NDArray[np.float32]:
-    return model.rows(np.array(text, np.int64), 1)[0][None]
+def _logits(model: ReplayedModel, text: Sequence[int]) -> Candidates:
+    return Candidates.whole(model.rows(np.array(text, np.int64), 1)[0][None])
 
 
 def _draft_logits(model: ReplayedModel, vocabulary: DraftVocabulary | None, text: Sequence[int]) -> Candidates:
     if vocabulary is None:
-        return Candidates.whole(_row(model, text))
+        return _logits(model, text)
     length = min(model.spec.context_length, draft_length(len(text) + MAX_NUM_DRAFT_TOKENS, vocabulary))
     return DraftDecoder(Decoder(model, length, num_rows=1), vocabulary).candidates(text, 1)
 

@@ -45,7 +45,7 @@ class ModelDrafter:
         self._rule = rule
         self._target_vocab_size = target_vocab_size
         self._end_token_ids = end_token_ids
-        self._chooses_largest = rule.num_top == 1 and not rule.depends_on_rounds
+        self._chooses_largest = rule.sampler.num_top == 1 and not rule.depends_on_rounds
         # Behind a gap the cache holds the text from `_gap_end` on, where `_gap_start` tokens stand before it.
         self._gap_start = self._gap_end = 0
 

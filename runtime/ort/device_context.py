@@ -115,12 +115,15 @@ class DeviceContext:
             logits: NDArray[np.floating] = self._binding.get_outputs()[len(self.caches)].numpy()
         return logits[0, kept - num_rows :].astype(np.float32, copy=False)
 
-    def run_top(self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int) -> TopLogits:
+    def run_top(
+        self, token_ids: NDArray[np.int64], past_length: int, num_rows: int, count: int, temperature: float
+    ) -> TopLogits:
         """Runs the session once, and the other one on its logits; see TopLogitsContext."""
         assert self._top_finder is not None, "max_top tells"
         with _one_sentence(len(token_ids), past_length):
             kept = self._compute(token_ids, past_length, num_rows)
-            return self._top_finder.find(self._logits.data_ptr(), kept, self._vocab_size, kept - num_rows, count)
+            address, first = self._logits.data_ptr(), kept - num_rows
+            return self._top_finder.find(address, kept, self._vocab_size, first, count, temperature)
 
     def copy_from(self, source: "DeviceContext", length: int) -> None:
         """Copies cached tokens, by way of host memory; see Context.copy_from."""

@@ -38,7 +38,7 @@ class TopFinder:
         if (found := self._session.get_providers()[0]) != provider[0]:
             raise DeviceError(f"ONNX Runtime chose {found} and not {provider[0]}")
 
-    def find(self, address: int, rows: int, vocab_size: int, first: int, count: int) -> TopLogits:
+    def find(self, address: int, rows: int, vocab_size: int, first: int, count: int, temperature: float) -> TopLogits:
         """Finds the largest logits of each row from `first` on.
 
         Args:
@@ -47,14 +47,15 @@ class TopFinder:
             vocab_size: Likewise.
             first: Of the rows that are wanted, from 0 on.
             count: How many logits of each.
+            temperature: Of the rows' sums.
         """
         binding = self._session.io_binding()
         binding.bind_input("logits", self._kind, self._number, self._element, (1, rows, vocab_size), address)
-        sizes = {"first": np.array([first]), "count": np.array([count])}  # must live until it has run
-        for name, size in sizes.items():
-            binding.bind_cpu_input(name, size)
+        numbers = {"first": np.array([first]), "count": np.array([count]), "temperature": np.array([temperature], np.float32)}
+        for name, number in numbers.items():  # which must live until it has run
+            binding.bind_cpu_input(name, number)
         for name in _OUTPUTS:
             binding.bind_output(name)  # in host memory: this is all that comes back
         self._session.run_with_iobinding(binding)
         tokens, logits, totals = (output[0] for output in binding.copy_outputs_to_cpu())
-        return TopLogits(tokens, logits, totals)
+        return TopLogits(tokens, logits, totals, temperature)

@@ -45,7 +45,7 @@ class Branching(RejectionRule):
     """Draws with the numbers it was given, and then asks for another."""
 
     def __init__(self, sampler: Sampler, uniforms: Sequence[float]) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._left = list(uniforms)
         self._random = self
 

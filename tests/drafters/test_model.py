@@ -15,7 +15,7 @@ from runtime.noise import ExponentialNoise
 from runtime.sampling import Sampler
 from runtime.sampling_params import SamplingParams
 from runtime.verify import draw
-from tests.fakes import FakeModel, greedy_text
+from tests.fakes import FakeModel, greedy_text, ruled
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3)
 COUPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3, acceptance="coupled", seed=3)
@@ -64,7 +64,7 @@ def test_every_token_was_drawn_from_the_row_that_comes_with_it(params: SamplingP
     assert {(row.rows.shape, row.rows.dtype, row.columns.count) for row in proposal.probs} == {((1, 16), np.dtype("f4"), 16)}
     for i, (token, uniform) in enumerate(zip(proposal.tokens, uniforms, strict=True)):
         before = [*sequence, *proposal.tokens[:i]]
-        row = Sampler(params, prompt_length=3).distributions(model.logits(before)[None], before, [])[0]
+        row = ruled(Sampler(params, prompt_length=3).distributions, model.logits(before)[None], before, [])[0]
         assert np.array_equal(proposal.probs[i].rows[0], row)
         assert token == draw(row, uniform)
 
@@ -76,7 +76,7 @@ def test_coupled_tokens_are_chosen_with_the_noise_of_their_place() -> None:
     noise = ExponentialNoise(COUPLED.seed)
     for i, token in enumerate(proposal.tokens):
         before = [*sequence, *proposal.tokens[:i]]
-        weights = Sampler(COUPLED, prompt_length=3).weights(model.logits(before)[None], before, [])[0]
+        weights = ruled(Sampler(COUPLED, prompt_length=3).weights, model.logits(before)[None], before, [])[0]
         assert token == (weights / noise.row(len(before), 16)).argmax()
 
 

@@ -13,8 +13,10 @@ import pytest
 from engines.backend import TensorRTBackend
 from engines.build import BuildOptions
 from engines.bundle import build_bundle_engines
+from runtime import SamplingParams
 from runtime.cuda_driver import probe_cuda_driver
 from runtime.decoder import Decoder
+from runtime.sampling import Sampler
 
 from .tiny_graph import CONTEXT, VOCAB, write_tiny_bundle
 
@@ -55,11 +57,12 @@ def test_an_engine_computes_what_onnx_runtime_does(module: str, tmp_path: Path) 
     fork = decoder.fork()
     assert np.array_equal(fork.forward(text[28:32], 4), decoder.forward(text[28:32], 4))
     top, whole = (Decoder(model, CONTEXT, num_rows=16) for _ in range(2))
-    top.begin(text, None, 1)
+    top.begin(text, None, Sampler(SamplingParams()))
     assert top.can_chain
     for begin, end in ((0, 16), (16, 20), (20, 21)):
-        brought, computed = (each.forward(text[begin:end], min(4, end - begin)) for each in (top, whole))
-        assert np.array_equal(brought.argmax(axis=1), computed.argmax(axis=1))
-        assert np.array_equal(brought.max(axis=1), computed.max(axis=1))
+        rows = min(4, end - begin)
+        brought, computed = top.candidates(text[begin:end], rows), whole.forward(text[begin:end], rows)
+        assert brought.columns.tokens(brought.rows.argmax(axis=1)) == computed.argmax(axis=1).tolist()
+        assert np.array_equal(brought.rows.max(axis=1), computed.max(axis=1))
     chosen = top.chain(text[21:22], 4)
     assert chosen == [int(whole.forward([token], 1)[0].argmax()) for token in (text[21], *chosen[:-1])]

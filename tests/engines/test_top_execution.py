@@ -16,13 +16,14 @@ from engines.bundle import TOP_COUNTS
 from engines.profiles import plan_profiles
 from engines.sidecar import EngineRecord, engine_path, engines_folder, graph_hashes, top_engine_path
 from engines.trt_module import TensorRTModule
-from runtime import SamplingParams
+from runtime import SamplingParams, sampling
 from runtime.contract import Bundle, DecoderSpec, file_sha256
 from runtime.cuda_driver import CudaDriver, Gpu
 from runtime.decoder import Decoder
 from runtime.errors import BundleError, DeviceError, LogitsError
 from runtime.generation import GenerationResult
 from runtime.pair import DecoderPair
+from runtime.sampling import Sampler
 from runtime.session import Session
 from runtime.top_logits import SPARE, top_logits_graph
 from tests.fakes import fake_tokenizer
@@ -120,11 +121,21 @@ def test_the_text_is_that_of_whole_rows_and_a_few_numbers_come_back(bundle: Bund
     assert found.token_ids == expected.token_ids
     assert found.stats.accepted_by_position == expected.stats.accepted_by_position
     assert (found.stats.top_logits, expected.stats.top_logits) == (params.top_k or 1, 0)
-    assert found.stats.tied_passes == 0
+    assert found.stats.repeated_passes == 0
     row = (8 + 4) * ((params.top_k or 1) + SPARE) + 4
     rows = found.stats.proposed_tokens + found.stats.rounds + found.stats.draft_passes
     padding = STEPS["target"] * found.stats.rounds + STEPS["draft"] * found.stats.draft_passes
     assert row * rows <= sum(cudart.copies[MemcpyKind.cudaMemcpyDeviceToHost]) <= row * (rows + padding)
+
+
+def test_what_top_p_leaves_is_found_with_the_sum_of_the_device(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_NUCLEUS", 20)
+    for temperature in (0.9, 0.6):  # another one in the same context
+        params = SamplingParams(max_new_tokens=24, temperature=temperature, top_p=0.5, seed=2, acceptance="coupled")
+        expected, found = generate(bundle, params, counts=()), generate(bundle, params)
+        assert found.token_ids == expected.token_ids
+        assert (found.stats.top_logits, expected.stats.top_logits) == (20, 0)
+        assert found.stats.repeated_passes < found.stats.rounds / 2
 
 
 def test_a_greedy_proposal_is_queued_whole_and_waited_for_once(bundle: Bundle, cudart: SpyingCudart) -> None:
@@ -141,7 +152,7 @@ def test_a_chain_equals_one_pass_after_the_other(bundle: Bundle, unread: int) ->
     model = load(bundle, "draft")
     one_by_one, queued = (Decoder(model, CONTEXT, num_rows=1) for _ in range(2))
     for decoder in (one_by_one, queued):
-        decoder.begin(PROMPT, None, 1)
+        decoder.begin(PROMPT, None, Sampler(SamplingParams()))
     for text in (PROMPT, [9, 8, 7, 6, 5][:unread]):
         expected = []
         for _ in range(5):
@@ -156,7 +167,7 @@ def test_a_chain_equals_one_pass_after_the_other(bundle: Bundle, unread: int) ->
 def test_nan_in_a_chain_is_refused(bundle: Bundle) -> None:
     model = load(bundle, "draft")
     decoder = Decoder(model, CONTEXT, num_rows=1)
-    decoder.begin(PROMPT, None, 1)
+    decoder.begin(PROMPT, None, Sampler(SamplingParams()))
     decoder.chain(PROMPT, 3)
     for cache in decoder._context.caches:
         sys.modules["cuda.bindings.runtime"].device_bytes(cache.address, cache.size)[:] = 0xFF
@@ -174,7 +185,7 @@ def test_a_failing_chain_is_one_sentence(bundle: Bundle) -> None:
 
 def test_host_memory_for_whole_rows_is_taken_when_they_are_first_asked_for(bundle: Bundle, cudart: SpyingCudart) -> None:
     decoder = Decoder(load(bundle), CONTEXT, num_rows=5)
-    decoder.begin(PROMPT, None, 1)
+    decoder.begin(PROMPT, None, Sampler(SamplingParams()))
     taken = sum(block.size for block in cudart._pinned.values())
     decoder.candidates(PROMPT, 2)
     assert sum(block.size for block in cudart._pinned.values()) == taken
@@ -188,7 +199,7 @@ def test_engines_of_an_older_build_give_whole_rows_and_say_so(bundle: Bundle) ->
     assert "whole rows of logits come to the host: these engines are of an older build" in old.description
     assert old.open_context(CAPACITY, 10).max_top == 0
     new = load(bundle)
-    assert "only the largest logits come to the host where a text is greedy or has a top_k" in new.description
+    assert "only the largest logits come to the host where a text is greedy, or has a top_k, top_p or min_p" in new.description
     assert new.open_context(CAPACITY, 10).max_top == 27
 
 
