@@ -103,12 +103,12 @@ class GreedyRule:
     def propose(self, logits: Candidates, history: Sequence[int], block: Sequence[int]) -> tuple[int, Candidates | None]:
         """Chooses a token; see AcceptanceRule."""
         scores = self.sampler.scores(logits, history, block)
-        return scores.columns.token(int(scores.rows[0].argmax())), None
+        return scores.columns.token(int(scores.largest[0])), None
 
     def judge(self, proposal: Proposal, logits: Candidates, history: Sequence[int]) -> Verification:
         """Accepts what the target would have chosen; see AcceptanceRule."""
         scores, reachable = _reachable(self.sampler.scores, logits, history, proposal)
-        verification = verify_choices(reachable.tokens, scores.columns.tokens(scores.rows.argmax(axis=1)))
+        verification = verify_choices(reachable.tokens, scores.columns.tokens(scores.largest))
         return _without_impossible(verification, reachable, proposal)
 
 
@@ -137,7 +137,7 @@ class CoupledRule:
     def _choices(self, weights: Candidates, position: int) -> list[int]:
         """Chooses a token for each row, the first of which stands at `position`; the weights are used up."""
         self._noise.divide(weights, position)
-        return weights.columns.tokens(weights.rows.argmax(axis=1))
+        return weights.columns.tokens(weights.largest)
 
 
 def _verify(proposal: Proposal, target_probs: Candidates, uniforms: NDArray[np.float64]) -> Verification:

@@ -7,6 +7,7 @@ wide as the vocabulary that is -inf in all other places, and they do it on few c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,12 @@ class Candidates:
     def whole(cls, rows: NDArray[np.float32]) -> "Candidates":
         """Takes rows in which column i stands for token i."""
         return cls(rows, Columns(rows.shape[1]))
+
+    @cached_property
+    def largest(self) -> NDArray[np.intp]:
+        """The column of each row's largest number, the first of equal ones; of a NaN where the row holds one."""
+        largest: NDArray[np.intp] = self.rows.argmax(axis=1)
+        return largest
 
     def first(self, count: int) -> "Candidates":
         """Returns the first rows."""

@@ -5,6 +5,7 @@ long inputs into passes of a bounded size, so memory does not grow with the prom
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backend import ChainContext, Model, TopLogitsContext
-from .candidates import Candidates
+from .candidates import Candidates, Columns
 from .contract import DecoderSpec
 from .errors import LogitsError
 from .top_logits import SPARE, TopRule
@@ -70,6 +71,7 @@ class Decoder:
         self.repeated_passes = 0
         self.last_total: float | None = None
         self._model = model
+        self._vocabulary = Columns(self.spec.vocab_size)
         self._max_length = max_length
         self._num_rows = num_rows
         capacity, self._max_rows = context_size(self.spec, max_length, num_rows)
@@ -228,9 +230,12 @@ class Decoder:
             self.passes += 1
             self.repeated_passes += 1
         self.last_total = None
-        logits = self._context.run(padded, past, asked)[:num_rows]
+        logits = Candidates(self._context.run(padded, past, asked)[:num_rows], self._vocabulary)
         # The largest of a row tells: NaN is larger than all, and -inf is the largest only where there is nothing else.
-        return Candidates.whole(logits) if np.isfinite(logits.max(axis=1)).all() else None
+        for row, column in enumerate(logits.largest.tolist()):
+            if not math.isfinite(logits.rows.item(row, column)):
+                return None
+        return logits
 
     def _refuse_logits(self, start: int) -> NoReturn:
         """Forgets what was fed behind `start`, and raises LogitsError."""
