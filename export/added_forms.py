@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from runtime.contract import Bundle, DecoderSpec
 from runtime.draft_vocabulary import DraftVocabulary
-from runtime.manifest import load_bundle, save_bundle
+from runtime.manifest import load_bundle, read_manifest, save_bundle
 from runtime.memory import free_memory
 
 from .bundle import tokenizer_of
@@ -58,7 +58,7 @@ def add_lowerings(
 
     Raises:
         ExportError: The bundle has these forms, or a decoder of which no other form can be made; a checkpoint is not there, or
-            is not the one that the bundle was made from. The bundle stays as it was.
+            is not the one that the bundle was made from; or another process is at work on it. The bundle stays as it was.
         BundleError: There is no bundle, or a damaged one.
     """
     named, folder = folder, folder.resolve()
@@ -70,6 +70,8 @@ def add_lowerings(
         check_disk(folder, roles)
         check_memory(roles, free_memory())
         with staged(folder) as staging:
+            if read_manifest(folder) != bundle:  # what was planned for is gone, and would be written over
+                raise ExportError(f"The bundle {folder} was changed by another export meanwhile: begin anew.")
             shutil.copytree(folder, staging, copy_function=_link, dirs_exist_ok=True)
             added = _write(replace(bundle, folder=staging), roles, heads, Steps(planned_steps(roles), report))
             save_bundle(added)

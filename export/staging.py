@@ -22,9 +22,7 @@ def staged(out: Path) -> Iterator[Path]:
         ExportError: Another process is at work on the same `out`.
     """
     staging = out.with_name(f".{out.name}.partial")
-    refusal = ExportError(
-        f"Another export to {out}, or a build of its engines, is under way: wait until it is done, or choose another --out."
-    )
+    refusal = ExportError(f"Another export to {out}, or a build of its engines, is under way: wait until it is done.")
     staging.mkdir(exist_ok=True)
     with sole_use(staging, refusal):
         try:

@@ -157,7 +157,7 @@ class DecoderSpec:
     exporter: str | None = None
     cache_capacity: int | None = None
     names: GraphNames = field(default_factory=GraphNames)
-    parity: Mapping[str, Any] = field(default_factory=dict)
+    parity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     other_forms: "tuple[DecoderSpec, ...]" = ()
     unknown: Mapping[str, Any] = field(default_factory=dict, repr=False)
 

@@ -152,9 +152,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise BundleError(f"{where} is {value!r} where a list is expected.")
         return tuple(_convert(get_args(hint)[0], entry, f"{where}[{index}]") for index, entry in enumerate(value))
-    expected = Mapping if get_origin(hint) is not None else hint
+    if hint is Any:
+        return value
+    expected = get_origin(hint) or hint
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise BundleError(f"{where} is {value!r} where {expected.__name__} is expected.")
+    if expected is Mapping:
+        return {key: _convert(get_args(hint)[1], entry, f"{where}[{key!r}]") for key, entry in value.items()}
     return value
 
 

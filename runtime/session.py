@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from .acceptance import AcceptanceRule
 from .checks import shown
@@ -179,6 +179,10 @@ class Session:
             if piece.result is not None:
                 return
         raise RuntimeError("This stream cannot go on: its session has begun another text, or gone on with this one elsewhere.")
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled or copied, as its pair does; `fork` makes a copy of a session."""
+        self._pair.__reduce__()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

@@ -232,6 +232,7 @@ def test_missing_field_is_named_with_its_place(bundle: Bundle, rewrite, place: P
         (("target", "names"), "default", "target: names is 'default' where an object is expected"),
         (("target", "names", "logits"), ["logits"], r"target: names: logits is \['logits'\] where str is expected"),
         (("target", "parity"), 0.1, "target: parity is 0.1 where Mapping is expected"),
+        (("target", "parity"), {"prefill": "x"}, r"target: parity\['prefill'\] is 'x' where Mapping is expected"),
         (
             ("target", "lowering"),
             "dense",

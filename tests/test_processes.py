@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +39,11 @@ def test_what_holds_engines_is_neither_pickled_nor_copied(
     assert len(generator.generate(PROMPT, PARAMS).token_ids) == 4
 
 
+def test_a_session_is_copied_by_fork_only() -> None:
+    with pytest.raises(TypeError, match=r"^A loaded generator, its sessions and chats cannot be pickled or copied"):
+        copy.copy(loaded().session())
+
+
 def test_what_a_text_gives_is_pickled() -> None:
     result = loaded().generate(PROMPT, PARAMS)
     assert pickle.loads(pickle.dumps(result)) == result  # noqa: S301 - our own
@@ -45,6 +54,7 @@ def refusal_in_a_fork(use: Callable[[], object]) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        signal.alarm(60)  # it would hang
         try:
             use()
             said = "nothing"
@@ -90,3 +100,29 @@ def test_a_fork_is_told_to_load_its_own() -> None:
 def test_a_fork_may_load_its_own() -> None:
     loaded().generate(PROMPT, PARAMS)
     assert refusal_in_a_fork(lambda: loaded().generate(PROMPT, PARAMS)) == "nothing"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fork_may_drop_what_it_inherited(tiny_bundle: Path, shared: bool) -> None:
+    """ONNX Runtime would wait for its threads, which are not there. In a process of its own: the pool is there for good."""
+    code = f"""
+import gc, os, signal
+from runtime import Generator, SamplingParams
+load = lambda: Generator.from_bundle({str(tiny_bundle)!r}, threads=2, shared_thread_pool={shared})
+text = lambda generator: generator.generate([5, 6, 7], SamplingParams(max_new_tokens=8)).token_ids
+generator = load()
+expected = text(generator)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    generator = load()
+    gc.collect()
+    os._exit(text(generator) != expected)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text(generator) == expected)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "0 True\n", done.stderr

@@ -15,6 +15,7 @@ from runtime.errors import BundleError, DeviceError, first_line
 from runtime.plan import processor
 
 from .contexts import InPlaceContext
+from .forks import keep_in_forks
 from .growing_context import GrowingContext
 from .interface import check_interface
 
@@ -98,6 +99,7 @@ class OrtModel:
         self.engine = engine
         self.description = f"{engine} {pool}"
         self._session = session
+        keep_in_forks(session)
 
     def open_context(self, capacity: int, max_rows: int) -> InPlaceContext | GrowingContext:
         """Allocates and binds caches; see Model.open_context."""

@@ -19,6 +19,7 @@ from runtime.top_logits import TOP_NOTE
 
 from .backend import available_cores, create_process_pool
 from .device_context import GRAPH_ROWS, DeviceContext, Memory
+from .forks import keep_in_forks
 from .interface import check_interface
 from .pass_buffers import logits_type
 from .provider_trial import has_no_kernels, try_provider
@@ -111,6 +112,7 @@ class OrtCudaModel:
         self.spec = spec
         self.engine = engine
         self._session = session
+        keep_in_forks(session)
         self._memory = memory
         self._graph_ids = itertools.count(0, GRAPH_ROWS + 1) if cuda_graphs else None
         shared = not session.get_session_options().use_per_session_threads

@@ -6,6 +6,8 @@ import onnxruntime as ort
 from runtime.errors import DeviceError, first_line
 from runtime.top_logits import TopLogits, top_logits_graph
 
+from .forks import keep_in_forks
+
 _OUTPUTS = ("tokens", "values", "totals")
 _CUDA = "CUDAExecutionProvider"
 
@@ -35,6 +37,7 @@ class TopFinder:
             self._session = ort.InferenceSession(graph, options, providers=[provider], enable_fallback=0)
         except Exception as error:  # ONNX Runtime raises many classes, none of them public
             raise DeviceError(first_line(error)) from error
+        keep_in_forks(self._session)
         if (found := self._session.get_providers()[0]) != provider[0]:
             raise DeviceError(f"ONNX Runtime chose {found} and not {provider[0]}")
 

@@ -33,7 +33,7 @@ from runtime import Generator, SamplingParams
 from runtime.contract import Bundle, DecoderSpec
 from runtime.device_memory import check_pair_fits
 from runtime.errors import BundleError
-from runtime.manifest import load_bundle, save_bundle
+from runtime.manifest import load_bundle, read_manifest, save_bundle
 from runtime.ort.backend import OrtBackend
 from runtime.tokenizer import Tokenizer
 
@@ -371,6 +371,16 @@ def test_a_form_is_made_by_what_made_the_others(copied: Bundle, monkeypatch: pyt
     traced = dataclasses.replace(copied, target=dataclasses.replace(copied.target, exporter="optimum"))
     monkeypatch.setattr(export.optimum_graph, "_installed", lambda: "0")
     assert [_roles(traced, "static", None, None, asked)[0].exporter for asked in ("auto", "mobius")] == ["optimum", "mobius"]
+
+
+def test_what_another_export_has_added_meanwhile_is_not_lost(copied: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle is read before its folder is locked."""
+    other = dataclasses.replace(copied, producer="another export")
+    monkeypatch.setattr("export.added_forms.check_disk", lambda *_: save_bundle(other))
+    with pytest.raises(ExportError, match=f"^The bundle {copied.folder} was changed by another export meanwhile: begin anew"):
+        add_lowerings(copied.folder, "static")
+    assert read_manifest(copied.folder) == other
+    assert not copied.folder.with_name(f".{copied.folder.name}.partial").exists()
 
 
 def test_what_is_added_is_held_against_disk_and_memory(copied: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
