@@ -120,7 +120,7 @@ def build_engine(
     if plan is None:
         if stop.is_set():
             raise DeviceError(f"The build of {graph} was stopped.")
-        raise DeviceError(f"{tensorrt.title} could not build {graph}: {last_error(logger.errors)}")
+        raise DeviceError(f"{tensorrt.title} could not build {graph}: {_build_sentence(last_error(logger.errors), spec)}")
     if options.timing_cache is not None:
         _write_timing_cache(config, options.timing_cache)
     return BuiltEngine(bytes(plan), flags, time.perf_counter() - started, _peak_memory())
@@ -171,6 +171,13 @@ def _parser_sentence(parser: Any) -> str:
     if not parser_error.node_operator():
         return reason
     return f"its operator {parser_error.node_operator()} (node '{parser_error.node_name()}') is not supported ({reason})"
+
+
+def _build_sentence(reason: str, spec: DecoderSpec) -> str:
+    """Adds what to do where a GPU lacks the types of a graph, as Turing (7.5) does float32 products and int4."""
+    if "Cannot compile" not in reason or spec.precision == "fp16":
+        return reason
+    return f"{reason}; that GPU may lack what {spec.precision} needs: export the model in fp16"
 
 
 def _check_inputs(network: Any, spec: DecoderSpec, graph: Path) -> None:

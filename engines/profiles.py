@@ -60,7 +60,7 @@ def plan_profiles(fixed_rows: int, num_draft_tokens: int, max_rows: int) -> tupl
     if not 1 <= fixed_rows <= max_rows or not 1 <= num_draft_tokens < max_rows:
         raise ValueError(
             f"Passes of up to {max_rows} rows cannot hold steps of {fixed_rows} rows and the {verified} rows that verify "
-            f"{num_draft_tokens} tokens: at least 1 draft token, and as many rows as these need, are expected."
+            f"{num_draft_tokens} tokens: at least {max(fixed_rows, verified, 2)} rows (--max-rows) and 1 token are needed."
         )
     profiles = [Profile("fixed", fixed_rows, fixed_rows, fixed_rows)]
     if fixed_rows < verified < max_rows:

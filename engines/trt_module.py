@@ -40,6 +40,8 @@ class TensorRTModule:
         try:
             trt = importlib.import_module(name)
         except ImportError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # as a module of C++ tells of Ctrl-C
+                raise error.__cause__ from None
             raise DeviceError(
                 f"The Python module '{name}' cannot be imported ({error}): pip install -e '.[{name.replace('_', '-')}]', or on "
                 "a Jetson use the one of its JetPack."

@@ -13,8 +13,10 @@ from .graph_interface import read_interface
 from .kept_weights import stored_matrices
 from .lowerings import STANDARD_FORMS
 from .probe import PROBE_TOKENS
-from .quantization import BITS, BLOCK_SIZE, KEPT
-from .role import GPTQ, SEARCH, Role
+from .quantization import BITS, BLOCK_SIZE, BLOCK_SIZES, KEPT
+from .role import BYTES_PER_WEIGHT, GPTQ, SEARCH, Role
+
+_LOWEST = min(BYTES_PER_WEIGHT, key=BYTES_PER_WEIGHT.__getitem__)
 
 
 def check_no_bundle(name: str) -> None:
@@ -64,8 +66,17 @@ def check_roles(roles: list[Role], *, cuts_head: bool) -> None:
     rounded_further = draft.precision != target.precision or (draft.precision in BITS and draft.block_size > target.block_size)
     if not rounded_further and not cuts_head:
         raise ExportError(
-            f"--draft self in {draft.precision} would be the target itself: pass a lower --draft-precision, or no draft."
+            f"--draft self in {draft.precision} would be the target itself: {_other_drafts(target)}, or no draft."
         )
+
+
+def _other_drafts(target: Role) -> str:
+    """Returns what to pass where a draft of the target's own weights would be the target."""
+    if target.precision != _LOWEST:
+        return "pass a lower --draft-precision"
+    coarser = [str(size) for size in BLOCK_SIZES if size > target.block_size]
+    blocks = f"--draft-block-size {' or '.join(coarser)}, " if coarser else ""
+    return f"{_LOWEST} is the lowest precision there is, so pass {blocks}--draft-vocab, another --draft, a higher --precision"
 
 
 def check_kept_forms(role: Role) -> None:

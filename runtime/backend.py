@@ -165,7 +165,9 @@ def open_backend(
         backend: Backend = registered[kind].load()(device)
         return backend
     names = ", ".join([*ONNX_RUNTIME_DEVICES, *sorted(registered)])
-    raise DeviceError(f"The device '{device}' is not available: this installation offers {names}.")
+    raise DeviceError(
+        f"The device '{device}' is not available: the names are {names}; cuda:1 is the second GPU, and cpu takes no number."
+    )
 
 
 def device_number(device: str) -> int:

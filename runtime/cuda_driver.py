@@ -82,13 +82,14 @@ def probe_cuda_driver(library: Any = None) -> CudaDriver:
     return CudaDriver(cuda_version, gpus, None if gpus else "the NVIDIA driver offers no GPU")
 
 
-def checked_gpu(device: str, number: int, driver: CudaDriver) -> Gpu:
+def checked_gpu(device: str, number: int, driver: CudaDriver, *, instead: str = "take device='cpu'") -> Gpu:
     """Returns the GPU of a number.
 
     Args:
         device: What the user asked for, for the sentence.
         number: From 0 on.
         driver: See `probe_cuda_driver`.
+        instead: What whoever has no GPU can do.
 
     Raises:
         DeviceError: There is no driver, or no such GPU.
@@ -96,7 +97,7 @@ def checked_gpu(device: str, number: int, driver: CudaDriver) -> Gpu:
     if driver.trouble is not None:
         raise DeviceError(
             f"The device '{device}' is not available: {driver.trouble}. Install the driver (in a container, start it with "
-            "--gpus all, on a Jetson with --runtime nvidia), or take device='cpu'."
+            f"--gpus all, on a Jetson with --runtime nvidia), or {instead}."
         )
     if number >= len(driver.gpus):
         names = ", ".join(f"{index}: {gpu.name}" for index, gpu in enumerate(driver.gpus))

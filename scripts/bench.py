@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import new_parser, read_prompts, require, run
-from generation_arguments import add_device_arguments, add_max_slowdown_argument, device_settings, max_slowdown
+from generation_arguments import (
+    add_device_arguments,
+    add_max_slowdown_argument,
+    device_settings,
+    drafter_names,
+    max_slowdown,
+)
 
 if TYPE_CHECKING:
     from bench_report import Result
@@ -29,6 +35,7 @@ repetition; a ratio is taken within a repetition. A short text of each mode warm
 Ctrl-C ends it; what is finished by then is printed and written.
 """
 _LONGEST_PROPOSAL = 16  # of "auto", unless it is told otherwise
+_LONGEST_TEXT = 100_000
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -37,9 +44,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text file, one prompt a line (default: seven kinds)")
     parser.add_argument("--raw", action="store_true", help="do not put the file's prompts into the model's chat template")
-    parser.add_argument("--drafters", metavar="A,B", help="default auto,model,hybrid,lookup; without a draft auto,lookup")
+    parser.add_argument(
+        "--drafters", type=drafter_names, metavar="A,B", help="default auto,model,hybrid,lookup; without a draft auto,lookup"
+    )
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", metavar="K", help="default: each drafter's own; genai 4")
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="length of a text (default 96)")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=96,
+        metavar="N",
+        help=f"length of a text (default 96; at least 2 more than a round proposes: {_LONGEST_PROPOSAL + 2}, or K + 2)",
+    )
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], metavar="T", help="default 0, which is greedy")
     parser.add_argument("--top-k", type=int, default=50, metavar="N", help="above temperature 0, of all engines (default 50)")
     parser.add_argument("--acceptance", choices=["rejection", "coupled"], default="rejection", help="default rejection")
@@ -53,12 +68,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     numbers = parsed.num_draft_tokens or [_LONGEST_PROPOSAL]
     checks = [("num-draft-tokens", number, 1, 64) for number in numbers] + [("repeat", parsed.repeat, 1, 1000)]
-    # More than a first round can give: speed is measured behind it.
-    checks += [("max-new-tokens", parsed.max_new_tokens, max(numbers) + 2, 100_000), ("top-k", parsed.top_k, 1, 10_000)]
+    checks += [("top-k", parsed.top_k, 1, 10_000)]
     checks += [("temperature", temperature, 0, 100) for temperature in parsed.temperature]
     for name, value, low, high in checks:
         if not low <= value <= high:
             parser.error(f"--{name} is {value:g}; a number from {low} to {high} is expected")
+    least = max(numbers) + 2
+    if not least <= parsed.max_new_tokens <= _LONGEST_TEXT:
+        parser.error(
+            f"--max-new-tokens is {parsed.max_new_tokens}; a number from {least} to {_LONGEST_TEXT} is expected, since speed "
+            f"is measured behind the first round, which may give {least - 1} tokens"
+        )
     if {parsed.device, parsed.draft_device or "cpu"} != {"cpu"} and (parsed.genai or parsed.gguf):
         parser.error("--genai and --gguf run on the CPU only: leave them out, or --device and --draft-device")
     if parsed.plot is not None and parsed.plot.suffix != ".svg":
@@ -107,7 +127,7 @@ def _question(arguments: argparse.Namespace) -> "Question":
         bundle=arguments.bundle,
         prompts=None if arguments.prompts is None else read_prompts(arguments.prompts),
         chat=not arguments.raw,
-        drafters=None if arguments.drafters is None else tuple(arguments.drafters.split(",")),
+        drafters=arguments.drafters,
         num_draft_tokens=None if arguments.num_draft_tokens is None else tuple(arguments.num_draft_tokens),
         max_new_tokens=arguments.max_new_tokens,
         temperatures=tuple(dict.fromkeys(arguments.temperature)),

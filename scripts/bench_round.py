@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from command_line import new_parser, read_prompts, run
-from generation_arguments import add_device_arguments, device_settings
+from generation_arguments import add_device_arguments, chosen_drafters, device_settings, drafter_names
 
 if TYPE_CHECKING:
     from runtime import Generator, SamplingParams
@@ -32,6 +31,8 @@ which takes a little itself: propose (what the drafter does), feed (inputs bound
 (ids to text, stop strings) and rest. Measure when nothing else runs. A pass leaves none of Python in the processor's caches, so
 a larger model makes the same round take longer.
 """
+_FEWEST_NEW_TOKENS = 18  # one more than the longest first round, which is not measured, can give
+DRAFTERS = ("off", "lookup", "model", "hybrid", "auto")
 PASSES, REST = "passes", "rest"
 PROMPTS = {
     "function": "Write a Python function that checks whether a number is prime.",
@@ -80,11 +81,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text file, one prompt a line (default: two kinds)")
-    parser.add_argument("--drafters", metavar="A,B", help="default off,lookup,model,hybrid,auto, as far as there is a draft")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="length of a text (default 128)")
+    parser.add_argument(
+        "--drafters", type=drafter_names, metavar="A,B", help=f"default {','.join(DRAFTERS)}, as far as there is a draft"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help=f"length of a text (default 128, at least {_FEWEST_NEW_TOKENS})",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy")
     add_device_arguments(parser)
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.max_new_tokens < _FEWEST_NEW_TOKENS:
+        parser.error(
+            f"--max-new-tokens is {parsed.max_new_tokens}; at least {_FEWEST_NEW_TOKENS} are needed, since the first round, "
+            f"which may give {_FEWEST_NEW_TOKENS - 1}, is not measured"
+        )
+    return parsed
 
 
 def main() -> int:
@@ -94,8 +109,8 @@ def main() -> int:
     from runtime import Generator, SamplingParams
     from runtime.manifest import load_bundle
 
-    with_draft = load_bundle(arguments.bundle).draft is not None
-    names = arguments.drafters or ("off,lookup,model,hybrid,auto" if with_draft else "off,lookup,auto")
+    has_draft = load_bundle(arguments.bundle).draft is not None
+    names = chosen_drafters(arguments.drafters, DRAFTERS, has_draft=has_draft)
     params = SamplingParams(max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=1)
     generator = Generator.from_bundle(
         arguments.bundle,
@@ -111,11 +126,13 @@ def main() -> int:
     heads = ("rounds", "passes", "python", "share", *columns)
     print("milliseconds a round, medians")
     print(f"{'drafter':<8}" + "".join(f"{head:>9}" for head in heads))
-    for name in names.split(","):
+    for name in names:
         whole = list(_laps(generator, name, prompts, params, {PASSES: parts[PASSES]}))
         split = list(_laps(generator, name, prompts, params, parts))
-        if not whole or not any(PASSES in lap for lap in whole):
-            raise ValueError("No pass of ONNX Runtime was seen: take longer texts, or the device cpu, cuda or ort-tensorrt.")
+        if not whole:
+            raise ValueError("Every text ended in its first round, which is not measured: pass --prompts with longer answers.")
+        if not any(PASSES in lap for lap in whole):
+            raise ValueError("No pass of ONNX Runtime was seen: take the device cpu, cuda or ort-tensorrt.")
         share = statistics.median(lap[REST] / sum(lap.values()) for lap in whole)
         figures = [_median_ms(whole, PASSES), _median_ms(whole, REST), *(_median_ms(split, part) for part in columns)]
         passes, python, *where = (f"{milliseconds:9.3f}" for milliseconds in figures)
@@ -150,6 +167,8 @@ def _laps(
     parts: dict[str, list[tuple[type, str]]],
 ) -> Iterator[Lap]:
     """Yields the seconds of each round but those that read a prompt, by part."""
+    from unittest.mock import patch  # takes a while, in which an interrupt at the top of the script would find no handler
+
     clock = PartClock()
     with ExitStack() as stack:
         for part, methods in parts.items():

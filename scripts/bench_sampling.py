@@ -46,19 +46,24 @@ RULES: dict[str, dict[str, float]] = {
         "no_repeat_ngram_size": 3,
     },
 }
+# The fewest tokens leave some to choose whatever no_repeat_ngram_size forbids behind a random history; the most draft tokens
+# are the runtime's own.
+RANGES = {"vocab_size": (1000, 1_000_000), "num_draft_tokens": (1, 64), "history": (1, 1_000_000), "repeat": (1, 10_000)}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = new_parser(__doc__, EXAMPLES)
-    parser.add_argument("--vocab-size", type=int, default=151_936, metavar="N", help="default 151936")
-    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="default 4, so 5 rows")
-    parser.add_argument("--history", type=int, default=2000, metavar="N", help="tokens of prompt and text (default 2000)")
+    parser.add_argument("--vocab-size", type=int, default=151_936, metavar="N", help="1000 to 1000000 (default 151936)")
+    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="1 to 64 (default 4, so 5 rows)")
+    parser.add_argument(
+        "--history", type=int, default=2000, metavar="N", help="tokens of prompt and text, 1 to 1000000 (default 2000)"
+    )
     parser.add_argument("--repeat", type=int, default=30, metavar="N", help="times each is run, for the median (default 30)")
     parsed = parser.parse_args(arguments)
-    for name in ("vocab_size", "num_draft_tokens", "history", "repeat"):
-        if getattr(parsed, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(parsed, name)}; a number of at least 1 is expected")
+    for name, (least, most) in RANGES.items():
+        if not least <= getattr(parsed, name) <= most:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(parsed, name)}; a number from {least} to {most} is expected")
     return parsed
 
 

@@ -21,6 +21,7 @@ from bench_engines import (
 from bench_figures import Engine, Mode
 from bench_report import load_average, machine
 from bench_run import CHAT_PROMPTS, TEXT_PROMPTS, Case, modes_of
+from generation_arguments import chosen_drafters
 
 if TYPE_CHECKING:
     from generation_arguments import DeviceSettings
@@ -105,7 +106,7 @@ def prepare(question: Question, stack: ExitStack) -> Comparison:
 
     bundle = load_bundle(question.bundle)
     threads = question.devices["threads"] or available_cores()
-    drafters = _drafters(question.drafters, has_draft=bundle.draft is not None)
+    drafters = chosen_drafters(question.drafters, ("auto", "model", "hybrid", "lookup"), has_draft=bundle.draft is not None)
     # Before the other engines: "auto" measures what passes cost.
     generator = Generator.from_bundle(
         question.bundle,
@@ -148,19 +149,6 @@ def prepare(question: Question, stack: ExitStack) -> Comparison:
         "notes": notes,
     }
     return Comparison(engines, tuple(modes), tuple(cases), generator.describe(), tuple(notes), facts)
-
-
-def _drafters(asked: Sequence[str] | None, *, has_draft: bool) -> tuple[str, ...]:
-    from runtime.pair import DRAFTERS
-
-    if asked is None:
-        return ("auto", "model", "hybrid", "lookup") if has_draft else ("auto", "lookup")
-    for name in asked:
-        if name not in DRAFTERS:
-            raise ValueError(f"The drafter {name!r} is unknown; there are {', '.join(DRAFTERS)}.")
-        if name in ("model", "hybrid") and not has_draft:
-            raise ValueError(f"The drafter '{name}' needs a draft model, and the bundle has none: leave it out.")
-    return tuple(asked)
 
 
 def _drafter_to_load(drafters: Sequence[str]) -> str:

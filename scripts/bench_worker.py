@@ -105,6 +105,8 @@ class LlamaEngine:
 
 def main():
     """Serves until the input ends."""
+    if len(sys.argv) != 3:
+        sys.exit("error: bench_worker.py is started by scripts/bench.py, with what it is to load: run that.")
     # Ctrl-C reaches the whole group; whoever asks decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print must not come between the answers.

@@ -39,7 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = new_parser(__doc__, EXAMPLES)
     parser.add_argument("bundle", type=Path, help="a folder made by scripts/export.py")
-    parser.add_argument("--device", default="cuda", help="the GPU to build for and on: cuda (default), cuda:1 for the second")
+    parser.add_argument("--device", help="the GPU to build for and on: cuda (default), cuda:1 for the second")
     parser.add_argument("--compile-only", action="store_true", help="build for GPUs that need not be here; tensorrt_rtx only")
     parser.add_argument("--compute-capability", metavar="LIST", help="which GPUs, with --compile-only: 86,89,120 for instance")
     parser.add_argument(
@@ -63,7 +63,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.compile_only != (parsed.compute_capability is not None):
         parser.error("--compile-only and --compute-capability go together: one says how to build, the other for which GPUs")
-    if not re.fullmatch(r"cuda(:\d+)?", parsed.device):
+    if parsed.compile_only and parsed.device is not None:
+        parser.error(
+            f"--device {parsed.device} is the GPU to build on, and --compile-only builds on none: leave one of them out"
+        )
+    parsed.device = parsed.device or "cuda"
+    if not re.fullmatch(r"cuda(:[0-9]+)?", parsed.device):
         parser.error(f"--device is '{parsed.device}'; cuda, or cuda:1 for the second GPU, is expected")
     if parsed.compile_only and parsed.module == "tensorrt":
         parser.error("--compile-only needs --module tensorrt_rtx: tensorrt builds on the GPU it builds for")
@@ -73,8 +78,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--num-draft-tokens is {parsed.num_draft_tokens}; 1 to {_MOST_DRAFT_TOKENS} are expected")
     if parsed.workspace_gb is not None and not 0 < parsed.workspace_gb < math.inf:
         parser.error(f"--workspace-gb is {parsed.workspace_gb}; a number above 0 is expected")
-    if parsed.max_rows is not None and parsed.max_rows < 1:
-        parser.error(f"--max-rows is {parsed.max_rows}; at least 1 is expected")
+    if parsed.max_rows is not None and parsed.max_rows <= (least := parsed.num_draft_tokens):
+        parser.error(
+            f"--max-rows is {parsed.max_rows}; at least {least + 1} are expected, one more than --num-draft-tokens, so that a "
+            "pass holds the rows that verify a proposal"
+        )
     return parsed
 
 
@@ -127,7 +135,8 @@ def _choose_builder(arguments: argparse.Namespace) -> "tuple[TensorRTModule, lis
         numbers = dict.fromkeys(arguments.compute_capability.split(","))
         return TensorRTModule.load("tensorrt_rtx"), [(int(text[:-1]), int(text[-1])) for text in numbers], None
     number = device_number(arguments.device)
-    gpu = checked_gpu(arguments.device, number, probe_cuda_driver())
+    elsewhere = "build for a GPU that is not here: --compile-only --compute-capability 86 (TensorRT-RTX)"
+    gpu = checked_gpu(arguments.device, number, probe_cuda_driver(), instead=elsewhere)
     name = arguments.module
     if name == "auto":
         name = "tensorrt" if importlib.util.find_spec("tensorrt") is not None else "tensorrt_rtx"

@@ -42,7 +42,14 @@ def main() -> int:
     """Talks until the input ends; returns the exit status."""
     arguments = parse_arguments()
 
+    from runtime.manifest import load_bundle
+
     params = sampling_params(arguments)
+    if load_bundle(arguments.bundle, hash_contents=False).tokenizer.chat_template is None:
+        raise ValueError(
+            f"The bundle {arguments.bundle} has no chat template, so it holds no conversation: let it continue a text, python "
+            f'scripts/generate.py {arguments.bundle} "Once upon a time".'
+        )
     generator = load_generator(arguments)
     chat = generator.chat([{"role": "system", "content": arguments.system}] if arguments.system else [])
     while (line := _read_line()) is not None and line.strip() != "/exit":

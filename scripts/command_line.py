@@ -38,6 +38,8 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     Returns:
         main's own status; 1 for a refusal, 2 where something is not installed, 130 when interrupted.
     """
+    if sys.stdout is None:  # closed by whoever started the script: what is written would be lost, or land in another file
+        return _fail("The standard output is closed: leave it open, or send it to a file such as /dev/null.", 1)
     on_interrupt = _leave_at_once(interrupted)
     try:
         from runtime.errors import SpecError
@@ -60,8 +62,8 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     except OSError as error:
         _give_up_output()
         return _fail(f"{error.strerror or error}{'' if error.filename is None else f': {error.filename}'}", 1)
-    except (SpecError, ValueError) as error:
-        return _fail(str(error), 1)
+    except (SpecError, ValueError, MemoryError) as error:
+        return _fail(_sentence(error), 1)
     except KeyboardInterrupt:
         return _fail_interrupted(interrupted)
 
@@ -127,6 +129,12 @@ def _give_up_output() -> None:
 
 def _terminate(_number: int, _frame: object) -> NoReturn:
     raise Terminated
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, MemoryError):  # numpy's tells of an array, and most others tell nothing
+        return f"There is too little memory for this{f' ({error})' if str(error) else ''}: ask for less."
+    return str(error)
 
 
 def _fail_interrupted(interrupted: str) -> int:

@@ -135,4 +135,6 @@ def main(folder: str, device: str, settings: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("error: device_worker.py is started by scripts/device_check.py, with what it is to measure: run that.")
     main(*sys.argv[1:])

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import INTERRUPTED, new_parser, run
-from tqdm import tqdm
+from command_line import INTERRUPTED, new_parser, require, run
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from runtime.contract import Bundle, DecoderSpec
 
 EXAMPLES = """examples:
@@ -47,6 +48,7 @@ EXAMPLES = """examples:
   # in float16 for TensorRT-RTX; the cost of a pass follows the length that is asked for
   python scripts/export.py --target ./my-model --out bundles/my-model --lowering static --precision fp16 --max-length 2048
 """
+SELF = "self"  # as export.bundle calls it; that is imported only once the arguments are right
 
 
 class ProgressBar:
@@ -67,6 +69,8 @@ class ProgressBar:
                 print(f"  {title} ...", flush=True, file=sys.stderr)
         if total:
             if self._bar is None:
+                from tqdm import tqdm
+
                 self._bar = tqdm(total=total, desc=f"  {title}", leave=True, mininterval=0.2)
             self._bar.update(done - self._bar.n)
 
@@ -152,7 +156,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="add such forms to the bundle at --out, of what it was made from; --target and --draft are needed only where that "
         "is at another place now",
     )
-    parser.add_argument("--max-length", type=int, metavar="N", help="longest context in tokens (default: the target's own)")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="longest context in tokens (default, and at most: the target's own; where more is asked for, a note says so)",
+    )
     parser.add_argument(
         "--source",
         default="auto",
@@ -175,6 +184,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         asked = [name for name in given if name not in kept]
         if asked:
             parser.error(f"--add-lowering leaves the rest of a bundle as it is, so --{asked[0].replace('_', '-')} has no place")
+        if parsed.draft == SELF:
+            parser.error(
+                "--draft self has no place with --add-lowering: a bundle that was made with it knows that its draft is the "
+                "target's own weights; leave it out"
+            )
     elif parsed.draft is None and "draft_precision" in given:
         parser.error("--draft-precision is for a draft model, and there is none: pass --draft, or leave it out")
     return parsed
@@ -183,6 +197,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Exports; returns the exit status."""
     arguments = parse_arguments()
+    require("tqdm")
+    # The new bundle replaces the folder itself, and whoever stands in the old one cannot follow a path from there any more.
+    stands_inside = Path.cwd().is_relative_to(arguments.out.resolve())
+    if stands_inside:
+        arguments.out = arguments.out.resolve()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress = ProgressBar()
     bundle = None
@@ -193,7 +212,9 @@ def main() -> int:
         give_back_large_arrays()
         bundle = _export(arguments, progress)
         progress.close()
-        _print_bundle(bundle, peak_bytes())
+        _print_bundle(bundle, arguments.max_length, peak_bytes())
+        if stands_inside:
+            print(f"note: the folder that you are in was replaced by the new one: cd {bundle.folder}")
     except KeyboardInterrupt:
         if bundle is None:
             raise
@@ -204,15 +225,38 @@ def main() -> int:
     return 0
 
 
-def _print_bundle(bundle: "Bundle", peak: int | None) -> None:
+def _print_bundle(bundle: "Bundle", max_length: int | None, peak: int | None) -> None:
     for role, spec in (("target", bundle.target), ("draft", bundle.draft)):
         if spec is not None:
             _print_decoder(role, spec, bundle.folder)
+    if max_length is not None and max_length > bundle.target.context_length:
+        there = bundle.target.context_length
+        print(f"note: --max-length is {max_length}, and the model's own context {there} tokens: the bundle's is the latter")
     if bundle.draft is not None and bundle.draft.context_length < bundle.target.context_length:
         print(f"note: the draft's context ends at {bundle.draft.context_length} tokens; behind them nothing is proposed")
     if peak is not None:
         print(f"peak memory: {peak / 1e9:.2f} GB, mapped files included")
-    print(f'written: {bundle.folder}\ntry it:  python scripts/generate.py {bundle.folder} "Explain tides." --chat')
+    print(f"written: {bundle.folder}")
+    options = f"{'' if bundle.tokenizer.chat_template is None else ' --chat'}{_device_options(bundle)}"
+    print(f'try it:  python scripts/generate.py {bundle.folder} "Explain tides."{options}')
+
+
+def _device_options(bundle: "Bundle") -> str:
+    """Returns what generate.py needs to be told where the CPU, its default, cannot run a decoder."""
+    from runtime.device_forms import cuda_form, runs_on_cuda
+
+    device = "cpu" if _runs_on_cpu(bundle.target) else "cuda"
+    draft_device = device
+    if bundle.draft is not None and device == "cpu" and not _runs_on_cpu(bundle.draft):
+        draft_device = "cuda"
+    elif bundle.draft is not None and device == "cuda" and not runs_on_cuda(cuda_form(bundle.draft)):
+        draft_device = "cpu"
+    options = "" if device == "cpu" else f" --device {device}"
+    return options if draft_device == device else f"{options} --draft-device {draft_device}"
+
+
+def _runs_on_cpu(form: "DecoderSpec") -> bool:
+    return form.cache_dtype != "bfloat16"
 
 
 def _export(arguments: argparse.Namespace, progress: ProgressBar) -> "Bundle":
@@ -267,7 +311,7 @@ def _print_decoder(role: str, decoder: "DecoderSpec", folder: Path) -> None:
             print("  the graph was taken as it is: there is no checkpoint to hold it against, only its own cache")
         for step, figures in form.parity.items():
             print(f"  {step}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items()))
-        if form.lowering in ("gqa", "growing") and form.cache_dtype != "bfloat16":  # the others are for devices
+        if form.lowering in ("gqa", "growing") and _runs_on_cpu(form):  # the others are for devices
             costs = measure_costs(OrtBackend().load(form, folder), None, rows=(1, 5))
             print(f"  passes here: one row {costs.target(1) * 1e3:.1f} ms, five rows {costs.target(5) * 1e3:.1f} ms")
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
@@ -44,6 +46,38 @@ def max_slowdown(arguments: argparse.Namespace) -> float:
     from runtime.draft_policy import MAX_SLOWDOWN
 
     return MAX_SLOWDOWN if arguments.max_slowdown is None else float(arguments.max_slowdown)
+
+
+def drafter_names(text: str) -> tuple[str, ...]:
+    """Reads --drafters, a list with commas, each name once; see chosen_drafters."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no drafter: name some with commas between, or leave --drafters out")
+    return names
+
+
+def chosen_drafters(asked: Sequence[str] | None, usual: Sequence[str], *, has_draft: bool) -> tuple[str, ...]:
+    """Returns the drafters to be measured, all of them checked before any is.
+
+    Args:
+        asked: What drafter_names has read; None where nothing was given.
+        usual: Those to take then, as far as there is a draft.
+        has_draft: Whether the bundle has a draft model.
+
+    Raises:
+        ValueError: A drafter that is unknown, or that needs a draft where there is none.
+    """
+    from runtime.pair import DRAFTERS
+
+    need_draft = ("model", "hybrid")
+    if asked is None:
+        return tuple(name for name in usual if has_draft or name not in need_draft)
+    for name in asked:
+        if name not in DRAFTERS:
+            raise ValueError(f"The drafter {name!r} is unknown; there are {', '.join(DRAFTERS)}.")
+        if name in need_draft and not has_draft:
+            raise ValueError(f"The drafter '{name}' needs a draft model, and the bundle has none: leave it out.")
+    return tuple(asked)
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +187,25 @@ def sampling_params(arguments: argparse.Namespace, *, logprobs: int | None = Non
 
 
 def _bias(text: str) -> dict[int, float]:
+    expected = 'a JSON object such as {"42": -100} is expected'
     try:
-        return {int(token): float(value) for token, value in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"42": -100}}') from error
+        pairs = json.loads(text, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:  # the latter of brackets in brackets
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON: {expected}") from error
+    if not isinstance(pairs, _Pairs):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no object: {expected}")
+    bias: dict[int, float] = {}
+    for token, value in pairs:
+        if not re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", token):
+            raise argparse.ArgumentTypeError(f"{token!r} is no token id: {expected}")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            shown = json.dumps(value)
+            raise argparse.ArgumentTypeError(f"the bias of {token} is {shown:.80}, which is no number: {expected}")
+        if int(token) in bias:
+            raise argparse.ArgumentTypeError(f"token {token} stands there twice: give each token one bias")
+        bias[int(token)] = value
+    return bias
+
+
+class _Pairs(list[tuple[str, object]]):
+    """A JSON object as it was written, with what stands there twice."""

@@ -10,6 +10,10 @@ from command_line import check_folder_of, new_parser, read_prompts, require, run
 from generation_arguments import add_device_arguments, device_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from runtime import Generator
+    from runtime.generator import Prompt
     from runtime.pass_costs import PassCosts
     from runtime.planner import PromptPlan
 
@@ -71,10 +75,11 @@ def main() -> int:
         verify_files=False,  # just done
         **device_settings(arguments),
     )
-    asked = {
+    asked: dict[str, Prompt] = {
         kind: [{"role": "user", "content": prompt}] if generator.tokenizer.has_chat_template else prompt
         for kind, prompt in prompts.items()
     }
+    _check_lengths(generator, asked, are_own=arguments.prompts is None)
     with tqdm.tqdm(total=plan_steps(generator, len(asked)), desc="measuring", leave=False) as bar:
         costs, plans = plan_prompts(generator, asked, arguments.max_new_tokens, bar.update)
     _print_costs(costs)
@@ -90,6 +95,29 @@ def main() -> int:
     if arguments.plot is not None:
         _draw(plans, arguments.plot)
     return 0
+
+
+def _check_lengths(generator: "Generator", prompts: "Mapping[str, Prompt]", *, are_own: bool) -> None:
+    """Refuses, before anything is measured, prompts that leave no room for a text.
+
+    Raises:
+        ValueError: There is one.
+    """
+    holds = generator.target.spec.context_length
+    lengths = {kind: len(generator.prompt_tokens(prompt)) for kind, prompt in prompts.items()}
+    longest = max(lengths, key=lambda kind: lengths[kind])
+    needed = lengths[longest] + _FEWEST_NEW_TOKENS
+    if needed <= holds:
+        return
+    if are_own:
+        raise ValueError(
+            f"The planner's own prompts need a context of {needed} tokens, and the bundle's holds {holds}: pass shorter ones, "
+            "--prompts FILE, or export with a larger --max-length."
+        )
+    raise ValueError(
+        f"The prompt '{longest}' has {lengths[longest]} tokens; with at least {_FEWEST_NEW_TOKENS} new ones it needs a context "
+        f"of {needed}, and the bundle's holds {holds}: shorten it."
+    )
 
 
 def _print_costs(costs: "PassCosts") -> None:

@@ -1,6 +1,7 @@
 """The planner: predictions from counts by hand, advice in words, and the plan that is kept beside a bundle."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from runtime import Generator, SamplingParams
 from runtime.errors import BundleError
-from runtime.manifest import load_bundle
+from runtime.manifest import load_bundle, save_bundle
 from runtime.pass_costs import PassCosts
 from runtime.plan import Plan, files_of
 from runtime.planner import (
@@ -232,3 +233,18 @@ def test_bad_arguments_get_a_sentence(folder: Path) -> None:
     done = run_script(folder, "--max-new-tokens", 4)
     assert done.returncode == 2
     assert "--max-new-tokens is 4; at least 16 are needed" in done.stderr
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_prompts_that_a_short_context_has_no_room_for_are_told_before_the_work(folder: Path, tmp_path: Path, own: bool) -> None:
+    bundle = load_bundle(folder)
+    save_bundle(replace(bundle, target=replace(bundle.target, context_length=64)))
+    (tmp_path / "prompts.txt").write_text("a b\n" + "a b c d " * 20)
+    done = run_script(folder, *([] if own else ["--prompts", tmp_path / "prompts.txt"]))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert re.search(
+        r"The planner's own prompts need a context of \d+ tokens, and the bundle's holds 64: pass shorter ones, --prompts FILE"
+        if own
+        else r"The prompt 'prompt 2' has \d+ tokens; with at least 16 new ones it needs a context of \d+, and the bundle's",
+        done.stderr,
+    )

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from runtime import Generator, SamplingParams
+from runtime.manifest import load_bundle, save_bundle
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -45,6 +47,8 @@ def test_an_unknown_option_is_named(script: str, tmp_path: Path) -> None:
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--num-draft-tokens", "-1"], "num_draft_tokens is -1"),
         (["--device", "cuda"], "The device 'cuda' is not available"),
+        (["--device", "CPU"], "The device 'CPU' is not available: the names are cpu, cuda, ort-tensorrt"),
+        (["--device", "cpu:0"], "and cpu takes no number"),
         (["--device", "ort-tensorrt:1"], "The device 'ort-tensorrt:1' is not available"),
         (["--draft-device", "cuda", "--drafter", "model"], "The device 'cuda' is not available"),
         (["--tf32"], "tf32 (--tf32) is an option of the device 'cuda' and 'ort-tensorrt'; this is 'cpu': leave it out"),
@@ -62,6 +66,61 @@ def test_what_cannot_be_done_is_one_sentence(tiny_bundle: Path, arguments: list[
     assert done.stderr.startswith("error: ")
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("bias", "sentence"),
+    [
+        ('{"01": 5, "1": 3}', "'01' is no token id"),
+        ('{"1": 5, "1": 3}', "token 1 stands there twice"),
+        ('{"1": true}', "the bias of 1 is true, which is no number"),
+        ('{"1": "5"}', 'the bias of 1 is "5", which is no number'),
+        ('{"a": 5}', "'a' is no token id"),
+        ("[1]", "'[1]' is no object"),
+        ("{", "'{' is no JSON"),
+        ("[" * 10_000, " is no JSON"),
+    ],
+)
+def test_a_bias_that_says_two_things_or_none_is_refused(bias: str, sentence: str) -> None:
+    done = call("generate.py", "no-bundle", "1 2 3", "--logit-bias", bias)
+    assert done.returncode == 2
+    assert sentence in done.stderr.splitlines()[-1]
+
+
+def test_a_bias_may_be_whole_or_not(tiny_bundle: Path) -> None:
+    usual = call("generate.py", tiny_bundle, "1 2 3", "--max-new-tokens", 4)
+    biased = call("generate.py", tiny_bundle, "1 2 3", "--max-new-tokens", 4, "--logit-bias", '{"7": 100, "0": -2.5}')
+    assert usual.returncode == biased.returncode == 0
+    assert usual.stdout != biased.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--vocab-size", "99999999999"], "--vocab-size is 99999999999; a number from 1000 to 1000000 is expected"),
+        (["--vocab-size", "8"], "--vocab-size is 8; a number from 1000"),
+        (["--history", "99999999999"], "--history is 99999999999; a number from 1 to 1000000"),
+        (["--num-draft-tokens", "65"], "--num-draft-tokens is 65; a number from 1 to 64"),
+        (["--repeat", "0"], "--repeat is 0; a number from 1"),
+    ],
+)
+def test_sampling_is_timed_within_bounds(options: list[str], sentence: str) -> None:
+    done = call("bench_sampling.py", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+
+
+def test_sampling_is_timed_with_the_fewest_tokens() -> None:
+    done = call("bench_sampling.py", "--vocab-size", 1000, "--history", 20_000, "--repeat", 1)
+    assert done.returncode == 0, done.stderr
+    assert "penalties, no-repeat" in done.stdout
+
+
+@pytest.mark.parametrize(("worker", "starter"), [("bench_worker.py", "bench.py"), ("device_worker.py", "device_check.py")])
+def test_a_worker_says_who_starts_it(worker: str, starter: str) -> None:
+    done = call(worker, "--help")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert f"{worker} is started by scripts/{starter}" in done.stderr
 
 
 def test_a_folder_that_is_no_bundle_and_an_empty_prompt(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -111,6 +170,24 @@ def test_a_full_disk_is_one_sentence(tiny_bundle: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
+def test_an_output_that_is_closed_is_one_sentence(tiny_bundle: Path) -> None:
+    command = shlex.join([sys.executable, str(SCRIPTS / "generate.py"), str(tiny_bundle), "1 2 3"])
+    done = subprocess.run(["/bin/sh", "-c", f"{command} >&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: The standard output is closed")
+
+
+@pytest.mark.parametrize("told", ["", "Unable to allocate 5 GiB"])
+def test_too_little_memory_is_one_sentence(tmp_path: Path, told: str) -> None:
+    code = f"from command_line import run\ndef main():\n    raise MemoryError({told!r})\nraise SystemExit(run(main, extra=''))"
+    (tmp_path / "script.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    reason = f" ({told})" if told else ""
+    assert (done.returncode, done.stderr) == (1, f"error: There is too little memory for this{reason}: ask for less.\n")
+
+
 def test_text_that_the_output_cannot_write_is_one_sentence(tiny_bundle: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "generate.py"), str(tiny_bundle), "cat = le", "--max-new-tokens", "30"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -127,6 +204,16 @@ def test_an_input_that_is_closed_has_ended(tiny_bundle: Path, script: str, argum
     done = subprocess.run(["/bin/sh", "-c", f"{command} <&-"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith("error: The prompt is empty") if status else done.stderr == ""
+
+
+def test_a_chat_without_a_template_names_the_script_that_needs_none(tiny_bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bundle, folder := tmp_path / "bundle")
+    bundle = load_bundle(folder)
+    save_bundle(replace(bundle, tokenizer=replace(bundle.tokenizer, chat_template=None)))
+    done = call("chat.py", folder)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "has no chat template, so it holds no conversation" in done.stderr
+    assert f"python scripts/generate.py {folder}" in done.stderr
 
 
 def test_a_chat_does_what_its_commands_say(tiny_bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,12 @@ def test_help_teaches_by_example() -> None:
         (["--compute-capability", "86"], "--compile-only and --compute-capability go together"),
         (["--compile-only", "--compute-capability", "8.6"], "numbers such as 86,89,120 are expected"),
         (["--compile-only", "--compute-capability", "86", "--module", "tensorrt"], "builds on the GPU it builds for"),
+        (
+            ["--compile-only", "--compute-capability", "86", "--device", "cuda:3"],
+            "--device cuda:3 is the GPU to build on, and --compile-only builds on none",
+        ),
+        (["--max-rows", "7"], "--max-rows is 7; at least 8 are expected, one more than --num-draft-tokens"),
+        (["--num-draft-tokens", "3", "--max-rows", "3"], "--max-rows is 3; at least 4 are expected"),
         (["--device", "gpu"], "cuda, or cuda:1 for the second GPU, is expected"),
         (["--num-draft-tokens", "0"], "1 to 15 are expected"),
         (["--num-draft-tokens", "16"], "1 to 15 are expected"),
@@ -61,7 +68,33 @@ def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
     done = call(tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("error: The device 'cuda'")
+    assert "or build for a GPU that is not here: --compile-only --compute-capability 86" in done.stderr
+    assert "device='cpu'" not in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("cause", ["from KeyboardInterrupt()", ""])
+def test_an_interrupt_while_tensorrt_is_imported_is_a_word(tmp_path: Path, cause: str) -> None:
+    """Its module of C++ reports it as a failure of its own, which is another thing than a module that cannot be loaded."""
+    (tmp_path / "tensorrt_rtx.py").write_text(f"raise ImportError('initialization failed') {cause}\n")
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "--compile-only", "--compute-capability", "86"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    if cause:
+        assert (done.returncode, done.stderr) == (130, "\ninterrupted: what was not finished is gone\n")
+    else:
+        assert done.returncode == 1
+        assert "'tensorrt_rtx' cannot be imported (initialization failed): pip install" in done.stderr
+
+
+@needs_rtx
+def test_types_that_a_gpu_lacks_are_told_with_the_precision_that_it_has(tmp_path: Path) -> None:
+    write_tiny_bundle(tmp_path, np.float32, with_draft=False)
+    done = call(tmp_path, "--compile-only", "--compute-capability", "75")
+    assert done.returncode == 1
+    sentence = done.stderr.splitlines()[-1]
+    assert "FP32 GEMM is not supported" in sentence
+    assert sentence.endswith("; that GPU may lack what fp32 needs: export the model in fp16")
 
 
 @needs_rtx

@@ -46,6 +46,7 @@ def test_help_teaches_by_example():
         (["--add-lowering", "static", "--out", "b", "--precision", "int4"], "so --precision has no place"),
         (["--add-lowering", "static", "--out", "b", "--precision", "fp32"], "so --precision has no place"),  # the default
         (["--target", "a", "--out", "b", "--draft-precision", "int4"], "--draft-precision is for a draft model"),
+        (["--add-lowering", "static", "--out", "b", "--draft", "self"], "--draft self has no place with --add-lowering"),
         (["--add-lowering", "static", "--out", "b", "--overwrite"], "so --overwrite has no place"),
     ],
 )
@@ -104,6 +105,23 @@ def test_a_form_for_devices_only_is_not_timed(tiny_draft: Path, tmp_path: Path):
     assert result.returncode == 0, result.stderr
     assert "rewind: max difference" in result.stdout
     assert "passes here" not in result.stdout
+    assert result.stdout.splitlines()[-1].endswith(" --chat --device cuda")
+
+
+def test_a_bundle_may_be_made_where_one_stands(tiny_draft: Path, tmp_path: Path):
+    """The folder under the script's feet is replaced: a relative path leads nowhere from there."""
+    (folder := tmp_path / "b").mkdir()
+    asked = ["--precision", "fp16", "--max-length", "100000", "--overwrite"]
+    made = call("--target", tiny_draft, "--out", ".", *asked, cwd=folder)
+    added = call("--add-lowering", "static", "--out", ".", cwd=folder)
+    for result in (made, added):
+        assert result.returncode == 0, result.stderr
+        assert "passes here" in result.stdout
+        assert f"written: {folder}" in result.stdout.splitlines()
+        assert result.stdout.splitlines()[-1] == f"note: the folder that you are in was replaced by the new one: cd {folder}"
+    note = "note: --max-length is 100000, and the model's own context 512 tokens: the bundle's is the latter"
+    assert note in made.stdout.splitlines()
+    assert "--max-length" not in added.stdout
 
 
 def test_refusal_is_one_sentence_on_stderr(tiny_target: Path, tmp_path: Path):

@@ -68,6 +68,18 @@ def refused(target: Path, out: Path, sentence: str, **options: Any) -> None:
             {"calibration_text": Path(__file__), "precision": "int4"},
             "--calibration-text is read by --quantizer gptq only: pass both, or neither",
         ),
+        (
+            {"draft": "self", "precision": "fp16", "draft_precision": "fp16"},
+            "--draft self in fp16 would be the target itself: pass a lower --draft-precision, or no draft",
+        ),
+        (
+            {"draft": "self", "precision": "int4"},
+            "itself: int4 is the lowest precision there is, so pass --draft-block-size 64 or 128, --draft-vocab, another ",
+        ),
+        (
+            {"draft": "self", "precision": "int4", "block_size": 128, "draft_block_size": 128},
+            "int4 is the lowest precision there is, so pass --draft-vocab, another --draft, a higher --precision, or no draft",
+        ),
         ({"draft": "self", "draft_vocab": 512}, "--draft-vocab is 512, and the draft has 512 tokens"),
         ({"draft": "self", "draft_vocab": 100_000}, "--draft-vocab is 100000, and the draft has 512 tokens"),
     ],
