@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -67,6 +66,7 @@ class DecoderPair:
     max_slowdown: float = MAX_SLOWDOWN
     draft_vocabulary: DraftVocabulary | None = None
     process_id: int = field(default_factory=os.getpid, init=False)
+    _measured_costs: list[PassCosts] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> NoReturn:
         """Refuses to be pickled or copied, and with it generators, sessions and chats, which all hold one."""
@@ -82,10 +82,13 @@ class DecoderPair:
         if self.draft is not None and self.draft_vocabulary is not None:
             self.draft_vocabulary.check_pair(self.target.spec, self.draft.spec)
 
-    @cached_property
+    @property
     def costs(self) -> PassCosts:
         """What passes cost; measured now if that was not done before."""
-        return self.known_costs or measure_costs(self.target, self.draft)
+        # No cached_property: up to Python 3.11 all pairs share its lock, and a fork may inherit it held by another thread.
+        if not self._measured_costs:
+            self._measured_costs.append(self.known_costs or measure_costs(self.target, self.draft))
+        return self._measured_costs[0]
 
     def check_process(self) -> None:
         """Raises RuntimeError in a fork of the process that loaded the models: an engine's threads are not in it."""

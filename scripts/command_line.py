@@ -38,6 +38,7 @@ def run(main: Callable[[], int], *, extra: str, interrupted: str = "interrupted"
     Returns:
         main's own status; 1 for a refusal, 2 where something is not installed, 130 when interrupted.
     """
+    _mend_closed_errors()
     if sys.stdout is None:  # closed by whoever started the script: what is written would be lost, or land in another file
         return _fail("The standard output is closed: leave it open, or send it to a file such as /dev/null.", 1)
     on_interrupt = _leave_at_once(interrupted)
@@ -125,6 +126,12 @@ def _give_up_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _mend_closed_errors() -> None:
+    """Gives progress bars and input() something to write to where whoever started the script has closed standard error."""
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
 
 
 def _terminate(_number: int, _frame: object) -> NoReturn:

@@ -177,6 +177,14 @@ def test_an_output_that_is_closed_is_one_sentence(tiny_bundle: Path) -> None:
     assert done.stderr.startswith("error: The standard output is closed")
 
 
+def test_with_closed_errors_work_goes_on(tiny_bundle: Path) -> None:
+    """Without a progress bar."""
+    command = shlex.join([sys.executable, str(SCRIPTS / "chat.py"), str(tiny_bundle), "--max-new-tokens", "4"])
+    done = subprocess.run(["/bin/sh", "-c", f"{command} 2>&-"], input="hello\n", capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+
+
 @pytest.mark.parametrize("told", ["", "Unable to allocate 5 GiB"])
 def test_too_little_memory_is_one_sentence(tmp_path: Path, told: str) -> None:
     code = f"from command_line import run\ndef main():\n    raise MemoryError({told!r})\nraise SystemExit(run(main, extra=''))"
