@@ -50,6 +50,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if not parsed.max_new_tokens >= _FEWEST_NEW_TOKENS:
         parser.error(f"--max-new-tokens is {parsed.max_new_tokens}; at least {_FEWEST_NEW_TOKENS} are needed")
+    if parsed.plot is not None and parsed.plot.suffix not in (".svg", ".png", ".pdf"):
+        parser.error(f"--plot is {parsed.plot}; a name that ends with .svg, .png or .pdf is expected")
     return parsed
 
 

@@ -213,6 +213,13 @@ def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_a_plot_of_an_unknown_kind_is_refused_before_the_work(folder: Path) -> None:
+    done = run_script(folder, "--plot", "plan.foo")
+    assert done.returncode == 2
+    assert "--plot is plan.foo; a name that ends with .svg, .png or .pdf is expected" in done.stderr
+    assert not (folder / "plan.json").exists()
+
+
 def test_the_script_plans_draws_and_keeps(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("What is 3 + 4?\n\na b c a b c\n")
     plot = tmp_path / "plan.svg"
