@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from runtime.contract import DecoderSpec
+from runtime.device_forms import runs_on_cpu
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ def computed_in_float32(spec: DecoderSpec, folder: Path) -> Iterator[DecoderSpec
         spec: The decoder.
         folder: The bundle's; the widened graph lies there while it is lent.
     """
-    if spec.cache_dtype != "bfloat16":
+    if runs_on_cpu(spec):
         yield spec
         return
     record = spec.graph[0]

@@ -25,6 +25,11 @@ def cuda_form(decoder: DecoderSpec) -> DecoderSpec:
     return min(there, key=lambda form: CUDA_LOWERINGS.index(form.lowering), default=decoder.forms[0])
 
 
+def runs_on_cpu(form: DecoderSpec) -> bool:
+    """Returns whether ONNX Runtime has kernels on the CPU for the type that a form computes in."""
+    return form.cache_dtype != "bfloat16"
+
+
 def runs_on_cuda(form: DecoderSpec) -> bool:
     """Returns whether ONNX Runtime runs a form on CUDA: its GroupQueryAttention has kernels for 16 bits only there."""
     return form.lowering in CUDA_LOWERINGS and not (form.lowering == "gqa" and form.cache_dtype == "float32")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 DRAFTERS = ("auto", "hybrid", "model", "lookup", "off")
+MODEL_DRAFTERS = ("hybrid", "model")  # which are nothing without a draft model
 _FIXED_NUM_DRAFT_TOKENS = 4
 _ADAPTIVE_NUM_DRAFT_TOKENS = 16
 
@@ -122,7 +123,7 @@ class DecoderPair:
         """Raises ValueError as the class does."""
         if not isinstance(drafter, str) or drafter not in DRAFTERS:
             raise ValueError(f"The drafter {shown(drafter)} is unknown; there are {', '.join(DRAFTERS)}.")
-        if drafter in ("model", "hybrid") and self.draft is None:
+        if drafter in MODEL_DRAFTERS and self.draft is None:
             raise ValueError(f"The drafter '{drafter}' needs a draft model, and this generator was loaded without one.")
         if num_draft_tokens is None:
             return

@@ -13,7 +13,7 @@ from .draft_policy import MAX_NUM_DRAFT_TOKENS
 from .drafters import AdaptiveDrafter, Drafter, HybridDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from .errors import PromptError
 from .generation import Generation, GenerationResult, Piece
-from .pair import DecoderPair
+from .pair import MODEL_DRAFTERS, DecoderPair
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Session:
         rule = pair.acceptance_rule(params, len(tokens))
         eos_token_ids, stop_token_ids = pair.end_token_ids(params)
         with self._in_use():
-            uses_model = drafter in ("model", "hybrid") or (drafter == "auto" and pair.draft is not None)
+            uses_model = drafter in MODEL_DRAFTERS or (drafter == "auto" and pair.draft is not None)
             draft = self._draft_decoder() if uses_model else None
             self._current = None
             top_rule = None if params.logprobs is not None else rule.sampler

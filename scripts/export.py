@@ -243,20 +243,16 @@ def _print_bundle(bundle: "Bundle", max_length: int | None, peak: int | None) ->
 
 def _device_options(bundle: "Bundle") -> str:
     """Returns what generate.py needs to be told where the CPU, its default, cannot run a decoder."""
-    from runtime.device_forms import cuda_form, runs_on_cuda
+    from runtime.device_forms import cuda_form, runs_on_cpu, runs_on_cuda
 
-    device = "cpu" if _runs_on_cpu(bundle.target) else "cuda"
+    device = "cpu" if runs_on_cpu(bundle.target) else "cuda"
     draft_device = device
-    if bundle.draft is not None and device == "cpu" and not _runs_on_cpu(bundle.draft):
+    if bundle.draft is not None and device == "cpu" and not runs_on_cpu(bundle.draft):
         draft_device = "cuda"
     elif bundle.draft is not None and device == "cuda" and not runs_on_cuda(cuda_form(bundle.draft)):
         draft_device = "cpu"
     options = "" if device == "cpu" else f" --device {device}"
     return options if draft_device == device else f"{options} --draft-device {draft_device}"
-
-
-def _runs_on_cpu(form: "DecoderSpec") -> bool:
-    return form.cache_dtype != "bfloat16"
 
 
 def _export(arguments: argparse.Namespace, progress: ProgressBar) -> "Bundle":
@@ -296,6 +292,7 @@ def _export(arguments: argparse.Namespace, progress: ProgressBar) -> "Bundle":
 
 def _print_decoder(role: str, decoder: "DecoderSpec", folder: Path) -> None:
     """Says of each form what it is, what it adds to the disk, how it compares, and how fast it is on this machine."""
+    from runtime.device_forms import runs_on_cpu
     from runtime.ort.backend import OrtBackend
     from runtime.pass_costs import measure_costs
 
@@ -311,7 +308,7 @@ def _print_decoder(role: str, decoder: "DecoderSpec", folder: Path) -> None:
             print("  the graph was taken as it is: there is no checkpoint to hold it against, only its own cache")
         for step, figures in form.parity.items():
             print(f"  {step}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items()))
-        if form.lowering in ("gqa", "growing") and _runs_on_cpu(form):  # the others are for devices
+        if form.lowering in ("gqa", "growing") and runs_on_cpu(form):  # the others are for devices
             costs = measure_costs(OrtBackend().load(form, folder), None, rows=(1, 5))
             print(f"  passes here: one row {costs.target(1) * 1e3:.1f} ms, five rows {costs.target(5) * 1e3:.1f} ms")
 

@@ -67,15 +67,14 @@ def chosen_drafters(asked: Sequence[str] | None, usual: Sequence[str], *, has_dr
     Raises:
         ValueError: A drafter that is unknown, or that needs a draft where there is none.
     """
-    from runtime.pair import DRAFTERS
+    from runtime.pair import DRAFTERS, MODEL_DRAFTERS
 
-    need_draft = ("model", "hybrid")
     if asked is None:
-        return tuple(name for name in usual if has_draft or name not in need_draft)
+        return tuple(name for name in usual if has_draft or name not in MODEL_DRAFTERS)
     for name in asked:
         if name not in DRAFTERS:
             raise ValueError(f"The drafter {name!r} is unknown; there are {', '.join(DRAFTERS)}.")
-        if name in need_draft and not has_draft:
+        if name in MODEL_DRAFTERS and not has_draft:
             raise ValueError(f"The drafter '{name}' needs a draft model, and the bundle has none: leave it out.")
     return tuple(asked)
 

@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from runtime.checks import is_whole
 from runtime.contract import DecoderSpec
+from runtime.device_forms import runs_on_cpu
 from runtime.errors import BundleError, DeviceError, first_line
 from runtime.plan import processor
 
@@ -58,7 +59,7 @@ class OrtBackend:
         """Makes the session of a decoder; see Backend.load."""
         spec = spec.best_form(LOWERINGS)
         path = folder / spec.graph[0].path
-        if spec.cache_dtype == "bfloat16":
+        if not runs_on_cpu(spec):
             raise DeviceError(
                 f"{path} computes in bfloat16, for which ONNX Runtime has no kernels on the CPU: pass device='cuda' or "
                 "'tensorrt' (--device), or export the model in another precision."
